@@ -1,0 +1,170 @@
+"""Drafter: what every draft head is.
+
+A drafter is a network and nothing more. It borrows the target's embedding and output matrix by reference, so they are
+never saved, never trained and never copied; unrolling it into a loss is ``training.objectives``, growing a tree out of
+it is ``inference.proposers``.
+
+Legend: B batch, T rows, D hidden, V target vocabulary, Vd draft vocabulary.
+"""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from drafters.config import DrafterConfig
+from drafters.confidence import ConfidenceHead
+from drafters.layers import RMSNorm
+from drafters.target import TargetModel
+from drafters.vocab import choose_draft_vocab, scatter_to_target
+
+logger = logging.getLogger(__name__)
+
+
+class Drafter(PreTrainedModel):
+    """Base of all heads: borrowing, the draft vocabulary, saving and loading.
+
+    ``shape`` is one of the three shapes every family has: "independent", "sequential" or "block".
+    """
+
+    config_class = DrafterConfig
+    base_model_prefix = "drafter"
+    main_input_name = "hidden"
+    family: ClassVar[str] = ""
+    shape: ClassVar[str] = ""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self._target: TargetModel | None = None
+        if config.reduced_vocab:
+            size = config.draft_vocab_size
+            self.register_buffer("draft_vocab", torch.arange(size or 0, dtype=torch.int64))
+        else:
+            self.draft_vocab = None
+        self.confidence = ConfidenceHead(config.hidden_size) if config.confidence_head else None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """``hidden_states`` indices of the target this head reads; empty means the last hidden state only."""
+        return ()
+
+    @property
+    def target(self) -> TargetModel:
+        """The attached target.
+
+        Raises:
+            ValueError: :meth:`attach` was not called.
+        """
+        if self._target is None:
+            raise ValueError("this head has no target: call attach(target) first")
+        return self._target
+
+    def attach(self, target: TargetModel, allow_other_target: bool = False) -> Self:
+        """Borrow the embedding and output matrix of ``target``, by reference.
+
+        Args:
+            target: the model this head was, or will be, trained on.
+            allow_other_target: accept different weights or another tokenizer of the same shape, with a warning.
+
+        Raises:
+            ValueError: the target is not the one this head was trained on; the message names what differs.
+        """
+        config = self.config
+        for field, theirs in (
+            ("hidden_size", target.hidden_size),
+            ("vocab_size", target.vocab_size),
+            ("target_num_layers", target.num_layers),
+        ):
+            if getattr(config, field) != theirs:
+                raise ValueError(
+                    f"wrong target: this head has {field}={getattr(config, field)} (trained on "
+                    f"{config.target_name!r}) but {target.name!r} has {theirs}"
+                )
+        self._check_fingerprint(target, allow_other_target)
+        self._target = target
+        return self
+
+    def _check_fingerprint(self, target: TargetModel, allow_other_target: bool) -> None:
+        recorded, found = self.config.target_fingerprint or {}, target.fingerprint()
+        differing = [key for key in recorded if key in found and recorded[key] != found[key]]
+        if differing == ["chat_template"]:
+            logger.warning("chat template of %r differs from the one this head was trained with", target.name)
+        elif differing and not allow_other_target:
+            raise ValueError(
+                f"wrong target: {', '.join(differing)} of {target.name!r} differ from {self.config.target_name!r}, "
+                "which this head was trained on; pass the original target (or allow_other_target=True to try anyway)"
+            )
+        elif differing:
+            logger.warning("head trained on %r runs on %r", self.config.target_name, target.name)
+
+    @torch.no_grad()
+    def set_draft_vocab(self, counts: Tensor) -> None:
+        """Choose the draft vocabulary from token counts (V,) and copy those rows of the target's output matrix.
+
+        Call once, before training. With the whole vocabulary only the copy is made.
+        """
+        if self.draft_vocab is not None:
+            size = self.draft_vocab.numel()
+            self.draft_vocab.copy_(choose_draft_vocab(counts.cpu(), size, self.target.eos_token_ids))
+        self.initialise_from_target()
+
+    def initialise_from_target(self) -> None:
+        """Start trainable output matrices (and norms) from the target's; families override."""
+
+    def head_rows(self) -> Tensor:
+        """Rows of the target's output matrix this head predicts, (Vd, D)."""
+        weight = self.target.lm_head.weight
+        return weight if self.draft_vocab is None else weight[self.draft_vocab.to(weight.device)]
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids (...) to absolute target ids (...)."""
+        return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
+
+    def to_target_logits(self, logits: Tensor) -> Tensor:
+        """(..., Vd) -> (..., V), with -inf where the head cannot propose."""
+        if self.draft_vocab is None:
+            return logits
+        return scatter_to_target(logits, self.draft_vocab, self.config.vocab_size, -math.inf)
+
+    def num_parameters_trained(self) -> int:
+        """Parameters that belong to this head."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+
+    @classmethod
+    def load(cls, folder: str | Path, target: TargetModel, **kwargs: Any) -> Self:
+        """Load a native head and attach its target, checking every tensor.
+
+        Args:
+            folder: a ``save_pretrained`` folder or hub id.
+            target: the model it was trained on.
+            **kwargs: passed to ``from_pretrained``.
+
+        Raises:
+            ValueError: missing or damaged file, tensors missing or unexpected, wrong target.
+        """
+        try:
+            head, info = cls.from_pretrained(
+                str(folder), output_loading_info=True, dtype=kwargs.pop("dtype", torch.float32), **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(f"head {folder}: model.safetensors is damaged or cut short ({error})") from error
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"head {folder}: cannot load it: {error}") from error
+        problems = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+        if problems:
+            raise ValueError(f"head {folder}: the file does not fit its config: {problems}")
+        return head.attach(target).to(target.device).eval()

@@ -1,0 +1,255 @@
+"""TargetModel: any Hugging Face causal LM, unmodified, as the trainers and the decoder see it.
+
+The only file of the project that knows a transformers model's internals: where its embedding and output matrix are,
+how hidden states are captured, how the output matrix becomes logits.
+
+Legend: B batch, T rows, D hidden, F captured layers, V target vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+
+@dataclass
+class TargetOutput:
+    """One forward pass of the target.
+
+    Attributes:
+        logits: (B, kept, V), the target's own, in its dtype.
+        features: (B, T, F·D) captured layers concatenated in order, or None if none were asked for.
+        last_hidden: (B, T, D) after the final norm: what the output matrix sees.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    last_hidden: Tensor
+
+
+class TargetModel:
+    """A frozen causal LM and its tokenizer.
+
+    Deliberately not an ``nn.Module``: a drafter that keeps a reference to it must neither save nor train nor move it.
+
+    Args:
+        model: a transformers causal LM; put into eval mode, gradients off.
+        tokenizer: its tokenizer, where text is needed.
+        name: where it came from, recorded with the heads trained on it.
+
+    Raises:
+        ValueError: the model has no embedding or output matrix, or its logits are not a known function of them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError(f"target {name or type(model).__name__} has no linear output matrix to borrow")
+        self.lm_head: nn.Linear = head
+        self._check_projection()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        attn_implementation: str = "sdpa",
+    ) -> "TargetModel":
+        """Load a target and its tokenizer from a hub id or a local folder.
+
+        Args:
+            name: hub id or folder.
+            dtype: dtype of the weights.
+            device: where to put them.
+            attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify trees.
+
+        Raises:
+            ValueError: the target cannot be found or loaded; the message says what to check.
+        """
+        if attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(f"attn_implementation must be 'sdpa' or 'eager', got {attn_implementation!r}")
+        try:
+            AutoConfig.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, ...
+            kind = "folder" if Path(name).exists() else "name (not a folder here; the hub was asked)"
+            raise ValueError(f"target {name!r}: cannot load this {kind}: {error}") from error
+        return cls(model.to(device), tokenizer, name)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ValueError: the target was built without one.
+        """
+        if self._tokenizer is None:
+            raise ValueError("this target was built without a tokenizer: pass tokenizer= to TargetModel")
+        return self._tokenizer
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.lm_head.in_features
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the output matrix (may exceed the tokenizer's length)."""
+        return self.lm_head.out_features
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Attention kind of each layer, as transformers names them ("full_attention", "sliding_attention", ...)."""
+        types = getattr(self.config, "layer_types", None)
+        if types:
+            return list(types)
+        window = getattr(self.config, "sliding_window", None) if getattr(self.config, "use_sliding_window", True) else 0
+        return ["sliding_attention" if window else "full_attention"] * self.num_layers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, from the generation config."""
+        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        if eos is None:
+            eos = self.config.eos_token_id
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence the positions of the target allow."""
+        return self.config.max_position_embeddings
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(...) token ids -> (..., D) input embeddings, including any scale the model applies."""
+        return self.embedding(ids)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Post-norm hidden states to logits, exactly as the model does it.
+
+        Args:
+            hidden: (..., D).
+
+        Returns:
+            (..., V).
+        """
+        logits = self.lm_head(hidden)
+        if scaling := getattr(self.config, "logits_scaling", None):  # Granite divides
+            logits = logits / scaling
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies
+            logits = logits * scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        feature_layers: Sequence[int] = (),
+        logits_to_keep: int | Tensor = 0,
+    ) -> TargetOutput:
+        """Run the target.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: None, (B, S) ones for real tokens, or a ready (B, 1, T, S) mask.
+            position_ids: (B, T); with no mask and no cache, a restart at 0 begins a new packed document.
+            cache: a transformers cache to read and extend.
+            feature_layers: ``hidden_states`` indices to capture.
+            logits_to_keep: logits of the last n rows, or of the given rows; 0 keeps all.
+        """
+        layers = [*feature_layers, self.num_layers]
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=cache is not None,
+            output_hidden_states=layers,
+            logits_to_keep=logits_to_keep,
+        )
+        states = out.hidden_states
+        features = torch.cat([states[k] for k in feature_layers], dim=-1) if feature_layers else None
+        return TargetOutput(out.logits, features, states[self.num_layers])
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes that identify this target whatever dtype it was loaded in.
+
+        Weights are sampled (the first values of every parameter, rounded to bfloat16), so it takes milliseconds on
+        a large model and still tells a fine-tune from its base.
+        """
+        keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        shape = {key: getattr(self.config, key, None) for key in keys}
+        weights = hashlib.sha256()
+        for parameter_name, parameter in self.model.named_parameters():
+            sample = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16).cpu()
+            weights.update(parameter_name.encode() + sample.numpy().tobytes())
+        prints = {"shape": _digest(json.dumps(shape, sort_keys=True)), "weights": weights.hexdigest()[:16]}
+        if self._tokenizer is not None:
+            vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
+            prints["tokenizer"] = _digest(vocabulary)
+            prints["chat_template"] = _digest(str(self._tokenizer.chat_template))
+        return prints
+
+    def shape_fields(self) -> dict[str, Any]:
+        """The fields of a :class:`~drafters.config.DrafterConfig` that describe this target."""
+        return {
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "target_num_layers": self.num_layers,
+            "target_name": Path(self.name).name if Path(self.name).exists() else self.name,
+            "target_fingerprint": self.fingerprint(),
+        }
+
+    def _check_projection(self) -> None:
+        """Captured hidden state through :meth:`project` must give the model's own logits."""
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        out = self.forward(ids)
+        error = (self.project(out.last_hidden) - out.logits).abs().max().item()
+        scale = out.logits.abs().max().item()
+        if not error <= 1e-3 * max(scale, 1.0):
+            raise ValueError(
+                f"target {self.name or type(self.model).__name__}: logits are not a known function of the last hidden "
+                f"state (difference {error:.3g}); this architecture needs its own rule in TargetModel.project"
+            )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

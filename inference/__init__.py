@@ -1,0 +1,1 @@
+"""How to decode with a draft head."""

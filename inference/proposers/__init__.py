@@ -1,0 +1,6 @@
+"""Proposers: from the state of a round to a tree of draft tokens."""
+
+from inference.proposers.base import Proposer, RowState
+from inference.proposers.heads import Eagle3Proposer, MedusaProposer, build_proposer
+
+__all__ = ["Eagle3Proposer", "MedusaProposer", "Proposer", "RowState", "build_proposer"]

@@ -1,0 +1,36 @@
+"""Where the time of a decoding step goes: target forward, draft forward, everything else."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class PhaseTimer:
+    """Seconds by phase name; phases do not nest.
+
+    Args:
+        device: on CUDA the queue is drained at both ends of a phase, so that kernels are charged to the phase that
+            launched them. Measuring therefore costs a little there; pass None to skip it.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._cuda = device is not None and device.type == "cuda"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the body to ``name``."""
+        self._drain()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._drain()
+            self.seconds[name] += time.perf_counter() - start
+
+    def _drain(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()

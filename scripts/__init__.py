@@ -1,0 +1,1 @@
+"""One-shot tools, run from the repository root as `python -m scripts.<name>`."""

@@ -1,0 +1,254 @@
+"""Laws equal those of `generate`; noise is keyed, uniform and independent; draws have their law."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inference import sampling
+from inference.sampling import (
+    SamplingParams,
+    Stream,
+    draw,
+    draw_top,
+    gumbel,
+    gumbel_at,
+    lowest_argmax,
+    probabilities,
+    sample,
+    uniform,
+    uniform_at,
+)
+
+LAW = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3])
+
+
+def chi_square(counts: Tensor, law: Tensor) -> float:
+    """Pearson's statistic over the cells of positive probability; the others must be empty."""
+    assert counts[law == 0].sum() == 0
+    expected = counts.sum() * law[law > 0]
+    return float(((counts[law > 0] - expected) ** 2 / expected).sum())
+
+
+# Laws -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.3},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.7, "top_p": 0.6},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.4, "top_k": 99, "top_p": 1.0},
+    ],
+)
+def test_laws_equal_those_of_generate(options: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=1.0,
+    )
+    model = LlamaForCausalLM(config).eval()
+    out = model.generate(
+        torch.tensor([[1, 2, 3]]),
+        max_new_tokens=4,
+        do_sample=True,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **{"top_k": 0, "top_p": 1.0, **options},
+    )
+    raw, warped = torch.stack(out.logits), torch.stack(out.scores)
+    law = probabilities(raw, SamplingParams(**options))  # (4, 1, V)
+    assert law.shape == raw.shape
+    assert torch.equal(law, warped.softmax(-1))
+
+
+def test_temperature_comes_before_top_p() -> None:
+    logits = torch.tensor([0.6, 0.3, 0.1]).log()
+    law = probabilities(logits, SamplingParams(temperature=0.25, top_p=0.9))
+    assert law.tolist() == [1.0, 0.0, 0.0]  # 0.6 alone has over 0.9 once sharpened
+
+
+def test_temperature_zero_is_the_lowest_argmax() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, -1.0, 3.0]])
+    law = probabilities(logits, SamplingParams())
+    assert law.tolist() == [[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_laws_are_float32_or_float64(temperature: float) -> None:
+    params = SamplingParams(temperature)
+    for given, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        assert probabilities(torch.zeros(3, 4, dtype=given), params).dtype == expected
+
+
+def test_logits_are_not_changed() -> None:
+    logits = torch.randn(5)
+    before = logits.clone()
+    probabilities(logits, SamplingParams(0.5, top_k=2, top_p=0.5))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+    ],
+)
+def test_params_outside_their_range_are_refused(options: dict[str, float], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_are_an_error_not_a_token(temperature: float) -> None:
+    logits = torch.tensor([0.0, math.nan, 1.0])
+    with pytest.raises(ValueError, match="NaN"):
+        sample(probabilities(logits, SamplingParams(temperature)), seed=0, position=0)
+
+
+# Noise ------------------------------------------------------------------------------------------
+
+
+def splitmix64(state: int) -> int:
+    """The published finaliser, in plain integers."""
+    mask = (1 << 64) - 1
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+@pytest.mark.parametrize(("seed", "stream", "position"), [(0, 0, 0), (-3, 2, 17), (2**70 + 1, 3, 5)])
+def test_uniform_equals_plain_integer_arithmetic(seed: int, stream: int, position: int) -> None:
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    key = 0
+    for word in (seed, stream, position):
+        key = splitmix64(((key ^ (word & mask)) + golden) & mask)
+    expected = [
+        ((splitmix64((key + (index + 1) * golden) & mask) >> 12) + 0.5) / 2**52
+        for index in range(50)
+    ]
+    assert uniform(seed, stream, position, 50).tolist() == expected
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    """First outputs of the reference generator from state 1234567."""
+    golden = 0x9E3779B97F4A7C15
+    outputs = [splitmix64((1234567 + (i + 1) * golden) % 2**64) for i in range(2)]
+    assert outputs == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [0, -1])
+def test_uniform_never_touches_its_ends(
+    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coin that rounds up to 1.0 accepts nothing; one of 0.0 has infinite Gumbel noise."""
+    monkeypatch.setattr(sampling, "_hash", lambda *_: torch.tensor([bits]))
+    value = uniform_at(0, 0, 0, torch.tensor([0]), dtype)
+    assert 0.0 < value.item() < 1.0
+    assert torch.isfinite(value.log().neg().log())
+
+
+def test_noise_at_an_index_does_not_depend_on_what_else_is_asked() -> None:
+    whole = gumbel(3, 11, 1000)
+    index = torch.tensor([999, 4, 4, 500])
+    assert torch.equal(gumbel_at(3, 11, index), whole[index])
+    assert torch.equal(gumbel(3, 11, 10), whole[:10])
+
+
+def test_noise_differs_by_seed_stream_and_position() -> None:
+    rows = [
+        uniform(seed, stream, position, 2000)
+        for seed in (0, 1)
+        for stream in Stream
+        for position in (0, 1)
+    ]
+    correlation = torch.corrcoef(torch.stack(rows))
+    assert (correlation - torch.eye(len(rows))).abs().max() < 0.1  # 4.5 standard deviations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_is_uniform(dtype: torch.dtype) -> None:
+    counts = torch.histc(uniform(5, Stream.ACCEPT, 8, 50_000, dtype=dtype), 50, 0.0, 1.0)
+    assert chi_square(counts, torch.full((50,), 0.02)) < 85.4  # 49 degrees, 0.1 %
+
+
+def test_gumbel_has_the_moments_of_a_gumbel() -> None:
+    noise = gumbel(0, 0, 200_000)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.012)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
+    assert not torch.equal(noise[:9], gumbel(0, 0, 9, stream=Stream.DRAFT))
+
+
+# Draws ------------------------------------------------------------------------------------------
+
+
+def test_draw_has_the_law_over_seeds_and_over_positions() -> None:
+    for tokens in (
+        [sample(LAW, seed, position=3) for seed in range(2000)],
+        [sample(LAW, 7, position) for position in range(2000)],
+    ):
+        counts = torch.bincount(torch.tensor(tokens), minlength=5)
+        assert chi_square(counts, LAW) < 16.3  # 3 degrees of freedom, 0.1 %
+
+
+def test_chi_square_tells_a_wrong_law() -> None:
+    tokens = [sample(LAW, seed, position=3) for seed in range(2000)]
+    counts = torch.bincount(torch.tensor(tokens), minlength=5)
+    assert chi_square(counts, torch.tensor([0.15, 0.0, 0.35, 0.2, 0.3])) > 16.3
+
+
+def test_sample_is_draw_with_the_noise_of_its_position() -> None:
+    law = probabilities(torch.randn(500), SamplingParams(1.0, top_p=0.8))
+    for position in range(30):
+        assert sample(law, 1, position) == draw(law, gumbel(1, position, 500))
+
+
+def test_draw_takes_the_lowest_index_on_ties() -> None:
+    assert draw(torch.tensor([0.2, 0.4, 0.4]), torch.zeros(3)) == 1
+    assert lowest_argmax(torch.tensor([[1, 5, 5], [5, 5, 1]])).tolist() == [1, 0]
+
+
+def test_a_law_without_mass_is_refused() -> None:
+    with pytest.raises(ValueError, match="no mass"):
+        sample(torch.zeros(4), 0, 0)
+    with pytest.raises(ValueError, match="-inf"):
+        draw(torch.zeros(4), torch.zeros(4))
+
+
+def test_draw_top_draws_without_replacement() -> None:
+    law = torch.tensor([0.5, 0.3, 0.2])
+    counts = torch.zeros(3, 3)
+    for seed in range(3000):
+        noise = gumbel(seed, 0, 3, stream=Stream.DRAFT)
+        first, second = draw_top(law, noise, 2).tolist()
+        assert first == draw(law, noise)
+        counts[first, second] += 1
+    expected = law[:, None] * law[None, :] / (1 - law[:, None])
+    expected.fill_diagonal_(0.0)
+    assert chi_square(counts.reshape(-1), expected.reshape(-1)) < 20.6  # 5 degrees, 0.1 %
+
+
+def test_draw_top_leaves_out_what_cannot_be() -> None:
+    assert sorted(draw_top(LAW, gumbel(0, 0, 5), 9).tolist()) == [0, 2, 3, 4]

@@ -1,0 +1,278 @@
+"""The configuration of a run: YAML plus dotted overrides. Unknown keys are errors; the resolved file is saved.
+
+    accelerate launch -m recipes.train --config recipes/smollm2-135m/eagle3.yaml --optim.lr 3e-4
+
+Parsing is draccus over plain dataclasses: every field below is a YAML key and a ``--section.field`` flag.
+"""
+
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import draccus
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass
+class TargetOptions:
+    """The frozen model that is drafted for."""
+
+    name: str
+    """Hub id or local folder."""
+    dtype: str = "float32"
+    """Dtype of the target's weights."""
+    attn_implementation: str = "sdpa"
+    """sdpa or eager."""
+    device: str = "auto"
+    """auto (the accelerator's), cpu, cuda:0, ..."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"target.dtype {self.dtype!r} is unknown: choose one of {DTYPES}")
+
+
+@dataclass
+class DrafterOptions(draccus.ChoiceRegistry):
+    """The head: ``type`` names its family; the other keys are fields of that family's config."""
+
+    init_from: str | None = None
+    """Start from this native head (a folder or hub id) instead of a new one; its own config then holds."""
+    confidence_head: bool = True
+    """Carry a confidence output c_k."""
+
+    def head_fields(self) -> dict[str, Any]:
+        """Keyword arguments for ``drafters.build_drafter``."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "init_from"}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def family(self) -> str:
+        """The family's name, as in ``drafters.FAMILIES``."""
+        return self.get_choice_name(type(self))
+
+
+@DrafterOptions.register_subclass("eagle3")
+@dataclass
+class Eagle3Options(DrafterOptions):
+    """EAGLE-3 (arXiv:2503.01840)."""
+
+    draft_vocab_size: int | None = None
+    """Rows of the head's own output matrix, the most frequent answer tokens; null keeps the whole vocabulary."""
+    feature_layers: list[int] | None = None
+    """hidden_states indices to fuse; null is [2, n//2, n-3]."""
+    fc_norm: bool = False
+    """Normalise each feature before the fusion (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed the normed output back (EAGLE-3.1)."""
+
+
+@DrafterOptions.register_subclass("medusa")
+@dataclass
+class MedusaOptions(DrafterOptions):
+    """Medusa (arXiv:2401.10774)."""
+
+    num_heads: int = 4
+    """K."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    shared_lm_head: bool = False
+    """Use the target's frozen output matrix for all heads (large vocabularies)."""
+    draft_vocab_size: int | None = None
+    """Rows of each head's own output matrix; null keeps the whole vocabulary."""
+
+
+@dataclass
+class LossOptions:
+    """The objective."""
+
+    name: str = "kl"
+    """kl, soft_cross_entropy, tv or lk_hybrid."""
+    steps: int | None = None
+    """Training-time-test steps of a sequential head; null is 3. Not for Medusa, whose depths are its heads."""
+    decay: float = 0.8
+    """Weight of depth i is decay^i."""
+    confidence_weight: float = 0.1
+    """Weight of the confidence loss."""
+    chunk: int = 256
+    """Label rows whose vocabulary-sized tensors live at once; 0 takes all."""
+
+
+@dataclass
+class DataOptions:
+    """Prompts, conversations or answers."""
+
+    train: list[str]
+    """Hub ids, JSONL/parquet files or save_to_disk folders with messages, prompt, text or answer_ids columns."""
+    split: str = "train"
+    """Split of hub datasets."""
+    limit: int | None = None
+    """Use only the first rows of each source."""
+    regenerate: bool = False
+    """Have the target answer the prompts first (in process, resumable); existing answers are dropped."""
+    answers: str | None = None
+    """Where regenerated answers are kept; null is <run.out>/answers.jsonl."""
+    answer_temperature: float = 0.0
+    """0 for greedy answers."""
+    answer_tokens: int = 256
+    """Longest regenerated answer."""
+    answer_batch: int = 16
+    """Prompts answered together."""
+    chat_template: str | None = None
+    """A .jinja file that replaces the tokenizer's template."""
+    max_length: int = 1024
+    """T, tokens per packed sequence."""
+    pack: bool = True
+    """Several rows in a sequence, which do not see each other."""
+    skip_bad_rows: bool = False
+    """Leave out rows whose mask cannot be established (counted) instead of refusing the run."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        if not self.train:
+            raise ValueError("data.train is empty: name at least one dataset")
+        if self.max_length < 4:
+            raise ValueError(f"data.max_length must be at least 4, got {self.max_length}")
+        if not self.regenerate and self.answers is not None:
+            raise ValueError("data.answers has no effect without data.regenerate=true: drop it, or list it in data.train")
+
+
+@dataclass
+class OptimOptions:
+    """AdamW, warm-up, decay."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    schedule: str = "cosine"
+    """cosine, linear or constant_with_warmup."""
+    warmup: float = 0.04
+    """Warm-up as a part of all steps."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        if self.lr <= 0 or not 0 <= self.warmup < 1 or self.clip < 0:
+            raise ValueError(f"optim: lr > 0, 0 <= warmup < 1 and clip >= 0 are needed, got {self}")
+        if self.schedule not in ("cosine", "linear", "constant_with_warmup"):
+            raise ValueError(f"optim.schedule {self.schedule!r} is unknown: cosine, linear or constant_with_warmup")
+
+
+@dataclass
+class EvalOptions:
+    """Acceptance length by the real decoder, during training and at the end."""
+
+    prompts: str | None = None
+    """Held-out prompts (messages, prompt or turns); null evaluates nothing."""
+    every: int = 0
+    """Steps between evaluations; 0 is at the end only."""
+    limit: int = 12
+    """Prompts used, spread over the categories."""
+    max_new_tokens: int = 64
+    """Tokens decoded per prompt."""
+    size: int = 32
+    """Draft tree nodes, root included."""
+
+
+@dataclass
+class RunOptions:
+    """Length, saving, logging."""
+
+    out: str
+    """Output folder: checkpoints, metrics.jsonl, the resolved config and the trained head."""
+    seed: int = 0
+    """Seeds initialisation, data order and evaluation."""
+    epochs: float = 1.0
+    """Passes over the data; ignored where steps is given."""
+    steps: int | None = None
+    """Optimizer steps."""
+    batch_size: int = 1
+    """Sequences per optimizer step, over all processes."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass and process; the rest is gradient accumulation."""
+    mixed_precision: str = "no"
+    """no, bf16 or fp16, for the head; the target has its own dtype."""
+    log_every: int = 10
+    """Steps between metrics."""
+    save_every: int = 200
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """Checkpoints kept."""
+    resume: str = "auto"
+    """auto continues the newest checkpoint in out, none refuses a folder that has one, or a checkpoint folder."""
+    trackers: list[str] = field(default_factory=list)
+    """accelerate trackers such as wandb or tensorboard; metrics.jsonl is always written."""
+    project: str = "headway"
+    """Tracker project."""
+    threads: int | None = None
+    """CPU threads; null leaves torch's choice."""
+    parity: bool = True
+    """Check training logits against decoding logits on the real target before step 1."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        for name in ("batch_size", "micro_batch_size", "log_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"run.steps must be at least 1, got {self.steps}")
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise ValueError(f"run.mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}")
+        if self.save_every < 0:
+            raise ValueError(f"run.save_every must be at least 0, got {self.save_every}")
+
+
+@dataclass
+class TrainConfig:
+    """One training run."""
+
+    target: TargetOptions
+    drafter: DrafterOptions
+    data: DataOptions
+    run: RunOptions
+    loss: LossOptions = field(default_factory=LossOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    evaluate: EvalOptions = field(default_factory=EvalOptions)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where options of different sections contradict each other."""
+        if self.loss.steps is not None and self.drafter.family == "medusa":
+            raise ValueError("loss.steps has no effect on medusa, whose depths are drafter.num_heads: drop it")
+
+
+def parse_config(argv: list[str] | None = None) -> TrainConfig:
+    """Read ``--config file.yaml`` and dotted overrides.
+
+    Args:
+        argv: arguments without the program name; None takes ``sys.argv``.
+
+    Raises:
+        ValueError: unknown key, wrong type or value out of range; the message names the key.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    args = ["--config_path" + arg[len("--config") :] if _is_config(arg) else arg for arg in args]
+    try:
+        return draccus.parse(TrainConfig, args=args)
+    except (draccus.utils.DecodingError, draccus.utils.ParsingError, OSError) as error:
+        raise ValueError(f"config: {error}") from error
+
+
+def save_config(config: TrainConfig, folder: Path) -> None:
+    """Write the resolved configuration to ``folder/config.yaml``, which ``--config`` reads back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+
+
+def dump_config(config: TrainConfig) -> str:
+    """The resolved configuration as YAML."""
+    return draccus.dump(config)
+
+
+def _is_config(arg: str) -> bool:
+    return arg == "--config" or arg.startswith("--config=")

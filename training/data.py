@@ -1,0 +1,172 @@
+"""Rows to packed batches: loading, packing, collation, and an order that a resumed run repeats exactly.
+
+Legend: B batch, T sequence length.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from training.chat import TokenizedRow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences.
+
+    Attributes:
+        input_ids: (B, T).
+        position_ids: (B, T), restarting at 0 with each document.
+        document_ids: (B, T), counting from 0 in each sequence, -1 at padding.
+        supervised: (B, T) bool, true where the *target* produced the token.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    document_ids: Tensor
+    supervised: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on ``device``."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def load_rows(source: str, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a hub dataset, a JSONL/JSON/parquet file, or a ``save_to_disk`` folder.
+
+    Args:
+        source: hub id, file or folder.
+        split: split of a hub dataset.
+        limit: keep the first ``limit`` rows.
+
+    Raises:
+        ValueError: the source cannot be read or is empty.
+    """
+    path = Path(source)
+    try:
+        if path.suffix in (".jsonl", ".json"):
+            loaded = datasets.load_dataset("json", data_files=str(path), split="train")
+        elif path.suffix == ".parquet":
+            loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        elif path.is_dir():
+            loaded = datasets.load_from_disk(str(path))
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            loaded = datasets.load_dataset(source, split=split)
+    except Exception as error:  # datasets raises its own, pyarrow's and fsspec's errors
+        raise ValueError(f"data: cannot read {source!r}: {error}") from error
+    if limit is not None:
+        loaded = loaded.select(range(min(limit, len(loaded))))
+    if not len(loaded):
+        raise ValueError(f"data: {source!r} is empty")
+    return [{key: value for key, value in row.items() if value is not None} for row in loaded]
+
+
+def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
+    """First-fit packing in the given order.
+
+    Args:
+        rows: longer ones are cut at ``length``; those left with nothing supervised are dropped.
+        length: T.
+
+    Returns:
+        Groups of rows, each at most ``length`` tokens together.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    groups: list[list[TokenizedRow]] = []
+    room: list[int] = []
+    for row in rows:
+        cut = TokenizedRow(row.ids[:length], row.supervised[:length])
+        if not any(cut.supervised):
+            continue
+        size = len(cut.ids)
+        slot = next((i for i in range(max(0, len(room) - 64), len(room)) if room[i] >= size), None)
+        if slot is None:
+            groups.append([])
+            room.append(length)
+            slot = len(groups) - 1
+        groups[slot].append(cut)
+        room[slot] -= size
+    if not groups:
+        raise ValueError("data: no row has a supervised token within data.max_length: nothing to train on")
+    return groups
+
+
+def collate(groups: Sequence[Sequence[TokenizedRow]], length: int, pad_id: int = 0) -> Batch:
+    """Packed groups to one (B, T) batch; padding is a document of its own that nothing is supervised in."""
+    shape = (len(groups), length)
+    ids = torch.full(shape, pad_id, dtype=torch.int64)
+    documents = torch.full(shape, -1, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    supervised = torch.zeros(shape, dtype=torch.bool)
+    for number, group in enumerate(groups):
+        start = 0
+        for document, row in enumerate(group):
+            span = slice(start, start + len(row.ids))
+            ids[number, span] = torch.tensor(row.ids)
+            documents[number, span] = document
+            positions[number, span] = torch.arange(len(row.ids))
+            supervised[number, span] = torch.tensor(row.supervised)
+            start = span.stop
+        positions[number, start:] = torch.arange(length - start)
+    return Batch(ids, positions, documents, supervised)
+
+
+class PackedDataset:
+    """Packed sequences in a deterministic order.
+
+    The order depends on (seed, epoch) alone, and a global batch on its step alone, so a run resumed at any step, on
+    any number of processes, sees what it would have seen.
+
+    Args:
+        rows: tokenised conversations.
+        length: T.
+        batch_size: sequences per optimizer step over all processes.
+        seed: order seed.
+        packed: False puts each row in a sequence of its own.
+    """
+
+    def __init__(
+        self, rows: Sequence[TokenizedRow], length: int, batch_size: int, seed: int = 0, packed: bool = True
+    ) -> None:
+        self.groups = pack(rows, length) if packed else [group for row in rows for group in pack([row], length)]
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Supervised tokens in one epoch."""
+        return sum(sum(row.supervised) for group in self.groups for row in group)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch (at least one: a small set wraps around)."""
+        return max(1, len(self.groups) // self.batch_size)
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """(V,) occurrences of each token among the supervised ones."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for group in self.groups:
+            for row in group:
+                ids = torch.tensor(row.ids)[torch.tensor(row.supervised)]
+                counts += torch.bincount(ids, minlength=vocab_size)
+        return counts
+
+    def step_groups(self, step: int) -> list[list[TokenizedRow]]:
+        """The sequences of optimizer step ``step`` (from 0), over all processes."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        order = torch.randperm(len(self.groups), generator=torch.Generator().manual_seed(self.seed * 100_003 + epoch))
+        start = within * self.batch_size
+        return [self.groups[order[(start + i) % len(self.groups)]] for i in range(self.batch_size)]
+
+    def micro_batches(self, step: int, rank: int, world: int, micro_size: int) -> Iterator[Batch]:
+        """This process's share of step ``step``, ``micro_size`` sequences at a time."""
+        mine = self.step_groups(step)[rank::world]
+        for start in range(0, len(mine), micro_size):
+            yield collate(mine[start : start + micro_size], self.length)
