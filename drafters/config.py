@@ -61,6 +61,12 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"confidence_temperatures must all be positive, got {temperatures}")
         super().__post_init__(**kwargs)
 
+    def own_fields(self) -> dict[str, Any]:
+        """The fields declared in this file, without what transformers adds to every configuration."""
+        classes = [cls for cls in type(self).__mro__ if issubclass(cls, DrafterConfig)]
+        names = {name for cls in classes for name in cls.__annotations__}
+        return {name: getattr(self, name) for name in sorted(names)}
+
     @property
     def reduced_vocab(self) -> bool:
         """Whether the head predicts over fewer tokens than the target."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+NUCLEUS_GUESS = 1024
+"""Tokens among which top-p first looks for its nucleus."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,9 @@ class SamplingParams:
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], or be None to keep all; got {self.top_p}")
 
-    def warpers(self) -> LogitsProcessorList:
-        """The warpers that `generate` would apply, in its order: temperature, top-k, top-p."""
-        warpers = LogitsProcessorList()
-        if self.temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k is not None:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p is not None and self.top_p < 1.0:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        return warpers
-
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law to sample from, after the warpers.
+    """The law to sample from, after the warpers of `generate` in its order.
 
     Args:
         logits: (..., V) of any floating dtype.
@@ -70,10 +59,33 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature == 0.0:
         best = lowest_argmax(logits).unsqueeze(-1)
         return torch.zeros_like(logits, dtype=dtype).scatter_(-1, best, 1.0)
-    rows = logits.to(dtype).reshape(-1, logits.shape[-1])  # the warpers take (rows, V)
-    no_prefix = torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
-    rows = params.warpers()(cast(torch.LongTensor, no_prefix), rows)
-    return torch.softmax(rows, dim=-1).reshape(logits.shape)
+    logits = logits.to(dtype) / params.temperature
+    if params.top_k is not None:
+        logits = keep_top_k(logits, params.top_k)
+    if params.top_p is not None and params.top_p < 1.0:
+        logits = keep_top_p(logits, params.top_p)
+    return torch.softmax(logits, dim=-1)
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Logits (..., V) with all but the k largest at -inf; ties with the k-th stay."""
+    kth = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Logits (..., V) with all but the nucleus at -inf (arXiv:1904.09751).
+
+    The nucleus is the smallest set of most likely tokens whose mass reaches `top_p`. It is looked
+    for among the best few, as sorting a whole vocabulary would cost more than the rest of a draw.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    best = probs.topk(min(NUCLEUS_GUESS, probs.shape[-1]))
+    if not bool((best.values.sum(dim=-1) >= top_p).all()):
+        best = probs.topk(probs.shape[-1])
+    mass_before = best.values.cumsum(dim=-1) - best.values
+    kept = logits.gather(-1, best.indices).masked_fill(mass_before >= top_p, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, kept)
 
 
 def lowest_argmax(values: Tensor) -> Tensor:

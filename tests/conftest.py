@@ -21,10 +21,10 @@ def pytest_configure() -> None:
     """Refuse to test a foreign distribution: PyPI has others named `drafters` and `inference`."""
     for name in ("drafters", "inference"):
         spec = importlib.util.find_spec(name)
-        places = list(spec.submodule_search_locations or []) if spec is not None else []
-        if places != [str(ROOT / name)]:
+        found = list(spec.submodule_search_locations or []) if spec is not None else []
+        if [Path(place).resolve() for place in found] != [ROOT / name]:
             pytest.exit(
-                f"the imported `{name}` is not this project's: found {places or 'nothing'}, "
+                f"the imported `{name}` is not this project's: found {found or 'nothing'}, "
                 f"expected {ROOT / name}. `pip uninstall {name}`, then "
                 '`pip install -e ".[dev]"` and run pytest from the repository root.',
                 returncode=4,

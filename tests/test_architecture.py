@@ -49,9 +49,9 @@ MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 70
 
 
-def modules(*folders: str) -> Iterator[tuple[str, Path]]:
-    """Dotted name and path of every module in `folders`, by default in all but the tests."""
-    for folder in folders or MAY_IMPORT:
+def modules() -> Iterator[tuple[str, Path]]:
+    """Dotted name and path of every module but the tests."""
+    for folder in MAY_IMPORT:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
@@ -124,15 +124,14 @@ def test_no_module_is_named_after_a_dependency() -> None:
 
 def test_files_stay_short() -> None:
     lengths = {
-        module: len(path.read_text(encoding="utf-8").splitlines())
-        for module, path in modules(*FOLDERS)
+        module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules()
     }
     assert {module: n for module, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
 def test_functions_stay_short() -> None:
     long = {}
-    for module, path in modules(*FOLDERS):
+    for module, path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None

@@ -222,7 +222,7 @@ class Trainer:
         differing = {key: pair for key, pair in differing.items() if pair[0] != pair[1]}
         if differing:
             raise TrainingError(
-                f"{checkpoint} was trained with other settings: {differing} (checkpoint, now). Use the same settings, "
+                f"{checkpoint} was trained with other settings (checkpoint, now): {differing}. Use the same settings, "
                 "or another run.out with drafter.init_from to start from its head"
             )
         state = load_checkpoint(checkpoint, self.drafter, self.optimizer)
@@ -238,15 +238,15 @@ class Trainer:
         """What must not change between the parts of one run."""
         run, data = self.run, self.dataset
         return {
-            "drafter": {k: v for k, v in sorted(self.drafter.config.to_dict().items()) if k != "transformers_version"},
-            "steps": self.total_steps,
-            "seed": run.seed,
-            "batch_size": run.batch_size,
-            "max_length": data.length,
+            **{f"drafter.{name}": value for name, value in self.drafter.config.own_fields().items()},
+            "run.steps": self.total_steps,
+            "run.seed": run.seed,
+            "run.batch_size": run.batch_size,
+            "data.max_length": data.length,
             "sequences": len(data.groups),
-            "supervised_tokens": data.supervised_tokens,
-            "lr": self.config.optim.lr,
-            "loss": vars(self.config.loss),
+            "supervised tokens": data.supervised_tokens,
+            "optim.lr": self.config.optim.lr,
+            **{f"loss.{name}": value for name, value in vars(self.config.loss).items()},
         }
 
 

@@ -17,7 +17,9 @@ BUSH = [-1, 0, 0, 0, 2, 3]
 
 
 @pytest.fixture(params=["eager", "sdpa"])
-def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A tiny random Llama, float64 all through: eager attention would round weights to float32."""
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype: x.softmax(dim))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -117,7 +119,7 @@ def test_ragged_batch_equals_plain_decoding(model: LlamaForCausalLM) -> None:
             torch.cat([tokens, tree.tokens[path]])
             for tokens, tree, path in zip(committed, trees, paths, strict=True)
         ]
-    assert cache.lengths == [len(tokens) for tokens in committed] == [14, 12]
+    assert cache.lengths == [len(tokens) for tokens in committed] == [15, 13]
 
 
 def test_an_ended_sequence_commits_nothing(model: LlamaForCausalLM) -> None:

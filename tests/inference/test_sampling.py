@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import TopPLogitsWarper
 
 from inference import sampling
 from inference.sampling import (
@@ -15,6 +16,7 @@ from inference.sampling import (
     draw_top,
     gumbel,
     gumbel_at,
+    keep_top_p,
     lowest_argmax,
     probabilities,
     sample,
@@ -71,6 +73,18 @@ def test_laws_equal_those_of_generate(options: dict[str, float]) -> None:
     law = probabilities(raw, SamplingParams(**options))  # (4, 1, V)
     assert law.shape == raw.shape
     assert torch.equal(law, warped.softmax(-1))
+
+
+@pytest.mark.parametrize("guess", [1, 8, 1000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_nucleus_is_that_of_transformers(
+    top_p: float, guess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is found: among the best few, or only among all."""
+    monkeypatch.setattr(sampling, "NUCLEUS_GUESS", guess)
+    logits = torch.randn(20, 300, dtype=torch.float64) * torch.linspace(0.1, 8, 20)[:, None]
+    expected = TopPLogitsWarper(top_p)(torch.empty(20, 0, dtype=torch.long), logits)
+    assert torch.equal(keep_top_p(logits, top_p), expected)
 
 
 def test_temperature_comes_before_top_p() -> None:
@@ -138,7 +152,9 @@ def splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-@pytest.mark.parametrize(("seed", "stream", "position"), [(0, 0, 0), (-3, 2, 17), (2**70 + 1, 3, 5)])
+@pytest.mark.parametrize(
+    ("seed", "stream", "position"), [(0, 0, 0), (-3, 2, 17), (2**70 + 1, 3, 5)]
+)
 def test_uniform_equals_plain_integer_arithmetic(seed: int, stream: int, position: int) -> None:
     mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
     key = 0

@@ -43,7 +43,9 @@ def test_mask_equals_the_drawn_one() -> None:
         1 . 1 . . 1 .
         1 1 . . 1 . 1
     """
-    expected = [[cell == "1" for cell in line.split()] for line in drawn.split("\n") if line.strip()]
+    expected = [
+        [cell == "1" for cell in line.split()] for line in drawn.split("\n") if line.strip()
+    ]
     assert make_tree().ancestor_mask().tolist() == expected
 
 
@@ -187,7 +189,7 @@ def test_optimal_static_tree_refuses_what_cannot_be() -> None:
 
 
 def grown() -> Candidates:
-    """Root 50; children 10 (0.6), 11 (0.3); below 10: 20 (0.5), 21 (0.4); below 11: 22 (0.9), 23."""
+    """Root 50 with 10 (0.6) and 11 (0.3); 10 with 20 (0.5), 21 (0.4); 11 with 22 (0.9), 23."""
     candidates = expand(
         Candidates.root(50),
         torch.tensor([0]),

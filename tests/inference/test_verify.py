@@ -103,15 +103,18 @@ def sequence_law(target: Laws, length: int, start: Prefix = ()) -> Tensor:
     )
 
 
+def walk_of(tree: TokenTree, target: Laws, rule: str) -> Callable[[Coins], Verdict]:
+    """The walk down one tree, at position 0, for any coins."""
+    return lambda coins: verify(
+        tree, lambda node: target(prefix_of(tree, node)), rule, seed=0, position=0, coins=coins
+    )
+
+
 def emitted_law(trees: WeightedTrees, target: Laws, rule: str, length: int) -> Tensor:
     """Law of the first `length` tokens: what one round emits, completed by the target."""
     law = torch.zeros_like(sequence_law(target, length))
     for weight, tree in trees:
-
-        def walk(coins: Coins, tree: TokenTree = tree) -> Verdict:
-            return verify(tree, lambda node: target(prefix_of(tree, node)), rule, 0, 0, coins)
-
-        for probability, verdict in outcomes(walk):
+        for probability, verdict in outcomes(walk_of(tree, target, rule)):
             tokens = (*(tree.token(node) for node in verdict.path), verdict.next_token)
             missing = length - len(tokens)
             rest = sequence_law(target, missing, tokens) if missing else 1.0
@@ -240,11 +243,7 @@ def test_match_is_the_telescoped_rejection_of_one_hot_children() -> None:
     verdicts: dict[str, dict[tuple[Prefix, int], float]] = {}
     for rule in ("match", "rejection"):
         table = verdicts.setdefault(rule, {})
-
-        def walk(coins: Coins, rule: str = rule) -> Verdict:
-            return verify(tree, lambda node: target(prefix_of(tree, node)), rule, 0, 0, coins)
-
-        for probability, verdict in outcomes(walk):
+        for probability, verdict in outcomes(walk_of(tree, target, rule)):
             if probability > 0:
                 key = (tuple(verdict.path), verdict.next_token)
                 table[key] = table.get(key, 0.0) + probability
@@ -258,9 +257,7 @@ def test_rejection_accepts_as_much_as_it_should() -> None:
     p, q = torch.tensor([1, 2]).double() / 3, torch.tensor([2, 1]).double() / 3
     expected = 0.0
     for weight, tree in drawn_trees(lambda _: q, by_depth(1, 1)):
-        for probability, verdict in outcomes(
-            lambda coins, tree=tree: verify(tree, lambda _: p, "rejection", 0, 0, coins)
-        ):
+        for probability, verdict in outcomes(walk_of(tree, lambda _: p, "rejection")):
             expected += weight * probability * len(verdict.path)
     assert expected == pytest.approx(10 / 9, abs=EXACT)
 
@@ -443,7 +440,7 @@ def test_temperature_zero_accepts_drawn_drafts_that_are_the_argmax() -> None:
 
 
 def rejection_chi_square(draft_stream: Stream) -> float:
-    """Pearson's statistic of two emitted tokens (9 cells), drafted and verified with keyed noise."""
+    """Pearson's statistic of two emitted tokens, 9 cells, all draws from keyed noise."""
     target, draft = random_laws(80, 3), random_laws(81, 3)
     counts = torch.zeros(3, 3)
     num_texts = 1000

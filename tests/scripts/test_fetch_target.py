@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import fetch_target as module
 from scripts.fetch_target import FetchError, TargetSource, fetch_target, is_fetched
@@ -203,6 +204,16 @@ def test_a_run_that_waited_for_a_failing_one_takes_over(steps: Steps, tmp_path: 
     assert is_fetched("tiny", tmp_path / "tiny")
 
 
+def test_a_finished_run_leaves_the_next_ones_folder_alone(tmp_path: Path) -> None:
+    partial = tmp_path / "tiny.partial"
+    with module._claimed(partial):
+        partial.rename(tmp_path / "tiny")  # published; now another run begins
+        partial.mkdir()
+        (partial / ".lock").touch()
+        (partial / "work").touch()
+    assert names(partial) == [".lock", "work"]
+
+
 def test_a_folder_of_the_user_is_never_touched(steps: Steps, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text("mine")
@@ -256,3 +267,18 @@ def test_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["fetch_target", "smollm"])
     with pytest.raises(SystemExit, match=r"unknown target 'smollm'; known targets: smollm2-135m"):
         module.main()
+
+
+def test_the_real_target_answers(smollm2: Path) -> None:
+    """A wrong conversion (permuted heads, lost scale, other tokenizer) talks nonsense."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
+    assert (model.dtype, tokenizer.eos_token_id) == (torch.float32, 2)

@@ -1,0 +1,72 @@
+"""Headway's own format: the ``save_pretrained`` folder, with golden logits and a manifest in it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.base import Drafter
+from drafters.export.folder import (
+    MANIFEST,
+    WEIGHTS,
+    Export,
+    ExportError,
+    folder_bytes,
+    publish,
+    read_tensors,
+    write_json,
+)
+from drafters.export.golden import golden_inputs, golden_logits, write_golden
+from drafters.loading import load_drafter
+from drafters.target import TargetModel
+
+FORMAT = "native"
+SERVED = ("headway",)
+
+
+def write_native(
+    drafter: Drafter, folder: str | Path, provenance: Mapping[str, Any] | None = None
+) -> Export:
+    """Write any head in the native format, and read it back before it gets its name.
+
+    Args:
+        drafter: the head, with its target attached.
+        folder: where to; an export that is already there is replaced, anything else is refused.
+        provenance: versions, commit and command line, for the record.
+
+    Raises:
+        ExportError: the folder cannot be written, or reads back differently.
+    """
+    with publish(Path(folder)) as temporary:
+        drafter.save_pretrained(temporary)
+        (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
+        write_golden(drafter, temporary)
+        tensors = read_tensors(temporary / WEIGHTS)
+        manifest = {
+            "format": FORMAT,
+            "family": drafter.family,
+            "target_name": drafter.config.target_name,
+            "target_fingerprint": drafter.config.target_fingerprint,
+            "tensors": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
+            "left_out": [],
+            "provenance": dict(provenance or {}),
+        }
+        write_json(manifest, temporary / MANIFEST)
+        again = read_native(temporary, drafter.target, next(drafter.parameters()).dtype)
+        inputs = golden_inputs(drafter)
+        if not torch.equal(golden_logits(drafter, inputs), golden_logits(again, inputs)):
+            raise ExportError("the head read back gives other logits than the head written")
+        size = folder_bytes(temporary)
+    return Export(Path(folder), FORMAT, SERVED, len(tensors), size)
+
+
+def read_native(
+    folder: str | Path, target: TargetModel, dtype: torch.dtype = torch.float32
+) -> Drafter:
+    """Load a native head of any family and attach its target.
+
+    Raises:
+        ValueError: damaged, incomplete, or trained on another target.
+    """
+    return load_drafter(folder, target, dtype=dtype)

@@ -1,0 +1,244 @@
+"""Train a draft head: config -> build -> parity -> train -> evaluate -> save.
+
+    accelerate launch -m recipes.train --config recipes/smollm2-135m/eagle3.yaml --optim.lr 3e-4
+
+The run folder then holds ``head/`` (the trained head), ``checkpoints/``, ``metrics.jsonl``, ``config.yaml`` and
+``provenance.json``. Starting the same command again resumes it. The last line printed is a JSON object.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drafters
+
+if Path(drafters.__file__).resolve().parent.parent != Path(__file__).resolve().parent.parent:
+    sys.exit(
+        "another distribution owns the module `drafters` (pip uninstall drafters), or start from the root of the "
+        "checkout: this training recipe would run with foreign code"
+    )
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from drafters import Drafter, TargetModel, build_drafter, load_drafter
+from inference.generate import speculative_generate
+from inference.proposers import build_proposer
+from recipes.parity import check_parity
+from training.answers import AnswerOptions, generate_answers, prompt_messages
+from training.chat import MaskError, TokenizedRow, encode_prompt, encode_row
+from training.config import TrainConfig, parse_config, save_config
+from training.data import PackedDataset, load_rows
+from training.features import check_packing
+from training.loop import Trainer, make_accelerator
+from training.objectives import Objective, ObjectiveOptions, build_objective
+from training.provenance import write_provenance
+
+logger = logging.getLogger("recipes.train")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run one training.
+
+    Args:
+        argv: arguments, as on the command line.
+
+    Returns:
+        The summary that is also printed as the last line.
+
+    Raises:
+        ValueError: a user error in the configuration, the data or the files.
+    """
+    config = parse_config(argv)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    accelerator = make_accelerator(config.run, config.target.device)
+    level = logging.INFO if accelerator.is_main_process else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    out = Path(config.run.out)
+    target = load_target(config, accelerator)
+    rows = encode_rows(config, target, load_answers(config, target, accelerator))
+    data, run = config.data, config.run
+    dataset = PackedDataset(rows, data.max_length, run.batch_size, run.seed, data.pack)
+    logger.info(
+        "data: %d rows, %d sequences of %d, %d supervised tokens per epoch",
+        len(rows),
+        len(dataset.groups),
+        data.max_length,
+        dataset.supervised_tokens,
+    )
+    drafter = make_drafter(config, target, dataset)
+    objective = build_objective(drafter, objective_options(config))
+    logger.info("head: %s, %.1fM trainable parameters", drafter.family, drafter.num_parameters_trained() / 1e6)
+    if run.parity:
+        check_before_training(target, objective, dataset)
+    if accelerator.is_main_process:
+        save_config(config, out)
+        write_provenance(out)
+    if run.trackers:
+        accelerator.init_trackers(run.project, config=_flat(config))
+    trainer = Trainer(config, accelerator, target, objective, dataset, make_evaluate(config, target))
+    results = trainer.train()
+    summary = {"method": drafter.family, "steps": trainer.step, "training_tokens": trainer.tokens, **results}
+    if accelerator.is_main_process:
+        drafter.save_pretrained(out / "head")
+        write_provenance(out / "head")
+    summary |= {"parameters": drafter.num_parameters_trained(), "seconds": round(trainer.seconds, 1)}
+    summary |= {"head": str(out / "head")}
+    accelerator.end_training()
+    return summary
+
+
+def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
+    """The frozen target on this process's device, with the configured chat template.
+
+    Raises:
+        ValueError: it cannot be loaded, or the template file cannot be read.
+    """
+    options = config.target
+    device = accelerator.device if options.device == "auto" else torch.device(options.device)
+    target = TargetModel.load(options.name, getattr(torch, options.dtype), device, options.attn_implementation)
+    if config.data.chat_template is not None:
+        path = Path(config.data.chat_template)
+        if not path.is_file():
+            raise ValueError(f"data.chat_template: {path} is not a file")
+        target.tokenizer.chat_template = path.read_text()
+    return target
+
+
+def load_answers(config: TrainConfig, target: TargetModel, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """The rows to train on; with ``data.regenerate`` the target answers the prompts first (main process)."""
+    data = config.data
+    rows = [row for source in data.train for row in load_rows(source, data.split, data.limit)]
+    if not data.regenerate:
+        return rows
+    path = Path(data.answers or Path(config.run.out) / "answers.jsonl")
+    options = AnswerOptions(
+        max_new_tokens=data.answer_tokens,
+        temperature=data.answer_temperature,
+        batch_size=data.answer_batch,
+        max_prompt_tokens=max(1, data.max_length - 1),
+        seed=config.run.seed,
+    )
+    failure = [None]
+    if accelerator.is_main_process:
+        try:
+            generate_answers(target, rows, path, options)
+        except (ValueError, OSError) as error:
+            failure = [str(error)]
+    broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise ValueError(failure[0])
+    return load_rows(str(path))
+
+
+def encode_rows(config: TrainConfig, target: TargetModel, rows: list[dict[str, Any]]) -> list[TokenizedRow]:
+    """Token ids and supervised masks; a row that cannot be masked refuses the run unless told otherwise.
+
+    Raises:
+        MaskError: naming the row.
+    """
+    encoded, refused = [], 0
+    for number, row in enumerate(rows):
+        try:
+            encoded.append(encode_row(target.tokenizer, row))
+        except MaskError as error:
+            if not config.data.skip_bad_rows:
+                raise MaskError(
+                    f"data row {number}: {error}. Mend it, or leave such rows out with data.skip_bad_rows=true"
+                ) from error
+            refused += 1
+    if refused:
+        logger.warning("data: left out %d of %d rows whose mask cannot be established", refused, len(rows))
+    if not encoded:
+        raise ValueError("data: no usable row is left")
+    return encoded
+
+
+def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDataset) -> Drafter:
+    """A new head with its draft vocabulary, or the one named by ``drafter.init_from``."""
+    options = config.drafter
+    if options.init_from is not None:
+        drafter = load_drafter(options.init_from, target)
+        if drafter.family != options.family:
+            raise ValueError(f"drafter.init_from is a {drafter.family} head but drafter.type is {options.family}")
+        return drafter.train()
+    drafter = build_drafter(options.family, target, config.run.seed, **options.head_fields())
+    drafter.set_draft_vocab(dataset.token_counts(target.vocab_size))
+    return drafter.train()
+
+
+def objective_options(config: TrainConfig) -> ObjectiveOptions:
+    """The loss section as the objective takes it."""
+    loss = config.loss
+    return ObjectiveOptions(loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk)
+
+
+def check_before_training(target: TargetModel, objective: Objective, dataset: PackedDataset) -> None:
+    """Packing must not leak, and both passes must agree.
+
+    Raises:
+        ValueError: either fails.
+    """
+    batch = next(dataset.micro_batches(0, 0, 1, 1)).to(target.device)
+    check_packing(target, batch, objective.drafter.feature_layers, 1e-2 if target.dtype == torch.float32 else 1e-1)
+    row = max((row for group in dataset.groups[:32] for row in group), key=lambda row: len(row.ids))
+    report = check_parity(target, objective, row)
+    logger.info(
+        "parity: training and decoding logits agree to %.1e (allowed %.0e) at %d positions",
+        report.error,
+        report.tolerance,
+        report.positions,
+    )
+
+
+def make_evaluate(config: TrainConfig, target: TargetModel) -> Callable[[Drafter, int], dict[str, float]] | None:
+    """Acceptance length by the real decoder, greedy, on held-out prompts; None without prompts."""
+    options = config.evaluate
+    if options.prompts is None:
+        return None
+    rows = load_rows(options.prompts)
+    rows = rows[:: max(1, len(rows) // options.limit)][: options.limit]
+    prompts = [encode_prompt(target.tokenizer, prompt_messages(row)) for row in rows]
+
+    def evaluate(drafter: Drafter, step: int) -> dict[str, float]:
+        proposer = build_proposer(drafter, options.size)
+        stats = None
+        for prompt in prompts:
+            done = speculative_generate(target, proposer, [prompt], max_new_tokens=options.max_new_tokens)
+            stats = done.stats if stats is None else stats.merge(done.stats)
+        assert stats is not None
+        return {"acceptance_length": stats.acceptance_length, "accepted_per_round": stats.accepted_per_round}
+
+    return evaluate
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """Dotted keys for trackers."""
+    sections = ("target", "drafter", "data", "loss", "optim", "evaluate", "run")
+    return {f"{name}.{key}": str(value) for name in sections for key, value in vars(getattr(config, name)).items()}
+
+
+def run() -> None:
+    """Command line: one line for a user's error, no traceback."""
+    try:
+        print(json.dumps(main()))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stop:
+        print(f"stopped. {stop}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

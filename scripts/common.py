@@ -1,0 +1,257 @@
+"""What the scripts share: option names, prompts, loading, and how they end.
+
+A script's `main()` parses its own arguments and returns its exit code (None is 0); `run(main)` is
+the last line of the file. A user's error is one line on stderr and exit code 2, Ctrl-C is 130, and
+neither shows a traceback.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+
+from drafters import TargetModel, load_drafter
+from inference.evaluation import Prompt
+from inference.proposers import Proposer, build_proposer
+from inference.sampling import SamplingParams
+from inference.verify import RULES
+from training.answers import prompt_messages
+from training.chat import encode_prompt
+from training.data import load_rows
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--target": {"required": True, "metavar": "NAME", "help": "target model: folder or hub id"},
+    "--head": {"required": True, "metavar": "NAME", "help": "trained head: folder or hub id"},
+    "--prompts": {
+        "required": True,
+        "metavar": "FILE",
+        "help": "JSONL with messages, prompt, turns (Spec-Bench; the first turn is used), "
+        "prompt_ids or text in each line; any other name is taken for a data set",
+    },
+    "--limit": {"type": int, "metavar": "N", "help": "use N prompts, spread over the categories"},
+    "--max-new-tokens": {"type": int, "default": 64, "metavar": "N", "help": "tokens per prompt"},
+    "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0 is greedy"},
+    "--top-k": {"type": int, "metavar": "K", "help": "keep the K most likely tokens"},
+    "--top-p": {"type": float, "metavar": "P", "help": "keep the smallest set with mass P"},
+    "--rule": {"choices": tuple(RULES), "default": "match", "help": "acceptance rule"},
+    "--size": {"type": int, "default": 32, "metavar": "N", "help": "nodes per tree, root included"},
+    "--depth": {"type": int, "default": 5, "metavar": "N", "help": "longest drafted path"},
+    "--branch": {"type": int, "default": 8, "metavar": "N", "help": "children a node; 1: chains"},
+    "--batch-size": {"type": int, "default": 1, "metavar": "N", "help": "prompts decoded together"},
+    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "of all random numbers"},
+    "--dtype": {
+        "choices": ("float32", "float64", "bfloat16", "float16"),
+        "default": "float32",
+        "help": "of the weights",
+    },
+    "--device": {"default": "auto", "metavar": "NAME", "help": "auto takes a GPU if there is one"},
+    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: torch's choice)"},
+    "--out": {"type": Path, "metavar": "PATH", "help": "also write the results here"},
+}
+"""The options that several scripts have, with one meaning each."""
+
+MODEL_OPTIONS = ("--target", "--head", "--dtype", "--device", "--threads")
+TREE_OPTIONS = ("--size", "--depth", "--branch")
+SAMPLING_OPTIONS = ("--temperature", "--top-k", "--top-p", "--seed")
+
+
+# Ending -----------------------------------------------------------------------------------------
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Call `main` and exit with its code; errors that a user can mend become one line."""
+    try:
+        code = main()
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def print_json(record: dict[str, Any]) -> None:
+    """Print the result as one line; call it last."""
+    print(json.dumps(record, allow_nan=False), flush=True)
+
+
+def write_json_atomic(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file that is whole or, whatever happens on the way, not touched."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+# Options ----------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """Add shared options by name.
+
+    Args:
+        parser: to add them to.
+        names: keys of `OPTIONS`, in the order of the help.
+        **defaults: other defaults for some of them, as `max_new_tokens=512`; a required option
+            with a default is optional.
+    """
+    for name in names:
+        settings = dict(OPTIONS[name])
+        key = name.removeprefix("--").replace("-", "_")
+        if key in defaults:
+            settings |= {"default": defaults[key], "required": False}
+        text = settings.pop("help")
+        if settings.get("default") is not None:
+            text += " (default: %(default)s)"
+        parser.add_argument(name, help=text, **settings)
+
+
+def parser_for(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose `--help` shows the script's docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling options."""
+    return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+
+
+def load_target(args: argparse.Namespace) -> TargetModel:
+    """The target on its device; sets the number of threads."""
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
+    return TargetModel.load(args.target, getattr(torch, args.dtype), _device(args.device))
+
+
+def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
+    """The head, in the target's dtype, and the tree options."""
+    drafter = load_drafter(args.head, target, dtype=target.dtype)
+    return build_proposer(drafter, args.size, args.depth, args.branch)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: no such device; try cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this torch sees no CUDA device; use --device cpu")
+    return device
+
+
+# Prompts ----------------------------------------------------------------------------------------
+
+
+def load_prompts(path: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Prompts from a file, or from a data set.
+
+    Args:
+        path: JSONL; each line needs `messages` (trailing answers are dropped), `prompt`, `turns`
+            as in Spec-Bench (the first turn alone is used, which is said on stderr), `prompt_ids`
+            or `text` (for models without a chat template), and may have `category` and `id` or
+            `question_id`. Any other name is read as a data set with such columns.
+        limit: use this many, taken from all categories in turn.
+
+    Returns:
+        Rows with `id`, `category`, and one of `messages`, `ids` and `text`, in the file's order.
+
+    Raises:
+        ValueError: nothing there, or a line that is no prompt; the message says which.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    raw = _read_jsonl(Path(path)) if path.endswith(".jsonl") else load_rows(path)
+    if not raw:
+        raise ValueError(f"--prompts {path}: the file is empty")
+    rows = []
+    for number, row in enumerate(raw, start=1):
+        try:
+            rows.append(_prompt_row(row, number))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"--prompts {path}, row {number}: {error}") from error
+    if cut := sum(len(row.get("turns") or ()) > 1 for row in raw):
+        print(f"{cut} prompts have several turns; only the first is used", file=sys.stderr)
+    return _spread(rows, limit)
+
+
+def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+    """Token ids of what `load_prompts` gave, by the target's chat template where there is one."""
+    prompts = []
+    for row in rows:
+        if "messages" in row:
+            ids = encode_prompt(target.tokenizer, row["messages"])
+        elif "text" in row:
+            ids = target.tokenizer(row["text"])["input_ids"]
+        else:
+            ids = row["ids"]
+            if not all(0 <= token < target.vocab_size for token in ids):
+                raise ValueError(
+                    f"prompt {row['id']!r}: prompt_ids must lie in 0..{target.vocab_size - 1}, the "
+                    "target's vocabulary; were they made for another target?"
+                )
+        prompts.append(Prompt(list(ids), row["category"], row["id"]))
+    return prompts
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"--prompts {path}, line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"--prompts {path}, line {number}: not a JSON object")
+            rows.append(row)
+    return rows
+
+
+def _prompt_row(row: dict[str, Any], number: int) -> dict[str, Any]:
+    name = row.get("id", row.get("question_id", number))
+    named = {"id": str(name), "category": str(row.get("category") or "all")}
+    if row.get("prompt_ids"):
+        return {**named, "ids": [int(token) for token in row["prompt_ids"]]}
+    if row.get("text") and not any(row.get(key) for key in ("messages", "prompt", "turns")):
+        return {**named, "text": str(row["text"])}
+    messages = prompt_messages(row)
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"messages need text as role and content, got {message}")
+    return {**named, "messages": messages}
+
+
+def _spread(rows: list[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
+    """At most `limit` rows: the first of every category, then the second of every one, ..."""
+    seen: dict[str, int] = {}
+    turns = []
+    for place, row in enumerate(rows):
+        seen[row["category"]] = seen.get(row["category"], 0) + 1
+        turns.append((seen[row["category"]], place))
+    return [rows[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
