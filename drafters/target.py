@@ -238,6 +238,25 @@ class TargetModel:
             "target_fingerprint": self.fingerprint(),
         }
 
+    def last_block(self) -> dict[str, Tensor]:
+        """Weights of the last decoder layer and the final norm, where the target is laid out as Llama is.
+
+        Returns:
+            Tensors by their names in a Llama layer ("self_attn.q_proj.weight", "mlp.up_proj.weight", ...) plus
+            "norm.weight"; norms as the scale they apply (Gemma stores one less). Empty for other layouts.
+        """
+        modules = dict(self.model.get_decoder().named_modules())
+        prefix = f"layers.{self.num_layers - 1}."
+        linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        norms = {"input_layernorm": prefix + "input_layernorm", "norm": "norm"}
+        norms["post_attention_layernorm"] = prefix + "post_attention_layernorm"
+        if not {prefix + name for name in linear} | set(norms.values()) <= set(modules):
+            return {}
+        found = {f"{name}.weight": modules[prefix + name].weight.detach() for name in linear}
+        ones = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
+        with torch.no_grad():  # a root-mean-square norm maps ones to its own scale
+            return found | {f"{name}.weight": modules[place](ones) for name, place in norms.items()}
+
     def _check_projection(self) -> None:
         """Captured hidden state through :meth:`project` must give the model's own logits."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size

@@ -3,10 +3,10 @@
     python -m scripts.export --head outputs/eagle3/head --target targets/smollm2-135m \\
         --format sglang --out exports/eagle3
 
-`sglang` is the EAGLE-3 dialect of SGLang, vLLM and llama.cpp; `native` is Headway's own format. Both
-travel with `golden.safetensors`, logits that tell later whether a loaded head is still the same. An
-export already at --out is replaced once the new one is whole; any other folder there is refused. The
-last line is one JSON object.
+`sglang` is the EAGLE-3 dialect of SGLang, vLLM and llama.cpp; `native` is Headway's own format.
+Both travel with `golden.safetensors`, logits that tell later whether a loaded head is still the
+same. An export already at --out is replaced once the new one is whole; any other folder there is
+refused. The last line is one JSON object.
 """
 
 import torch

@@ -140,10 +140,12 @@ def _claimed(partial: Path) -> Iterator[None]:
     been renamed to its final name, or removed.
     """
     while True:
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # not exist_ok: it fails if the folder vanishes
+            partial.mkdir()
         try:
             lock = (partial / LOCK).open("a")
-        except FileNotFoundError:  # the folder went away just now
+        except FileNotFoundError:  # the other run has just finished
             continue
         with lock:
             try:

@@ -81,9 +81,9 @@ def render(tokenizer: PreTrainedTokenizerBase, row: TokenizedRow, coloured: bool
 def spans(tokenizer: PreTrainedTokenizerBase, row: TokenizedRow) -> Iterator[tuple[str, bool]]:
     """Text of each run of tokens that are all supervised, or all not.
 
-    A run is decoded together with what stands before it, because tokenizers treat the beginning of a
-    text specially; where that changes the earlier text, as in the middle of a character, it is decoded
-    alone.
+    A run is decoded together with what stands before it, because tokenizers treat the beginning of
+    a text specially; where that changes the earlier text, as in the middle of a character, it is
+    decoded alone.
     """
     done, before = 0, ""
     for flag, run_of in groupby(row.supervised):

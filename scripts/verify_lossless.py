@@ -21,24 +21,26 @@ The verdict in the JSON line, the last one, is `lossless` (exit code 0), `not lo
 """
 
 import argparse
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from drafters import TargetModel
 from inference.compare import Difference, explain_difference, reference_text
 from inference.evaluation import Prompt
-from inference.generate import Round, speculative_generate
-from inference.proposers import Proposer, RowState
-from inference.sampling import SamplingParams, probabilities, sample
-from inference.timing import PhaseTimer
-from inference.tree import Proposal, TokenTree
+from inference.generate import speculative_generate
+from inference.law_check import (
+    INCONCLUSIVE,
+    LOSSLESS,
+    NEW_TOKENS,
+    NOT_LOSSLESS,
+    WrongLaw,
+    check_law,
+)
+from inference.proposers import Proposer
+from inference.sampling import SamplingParams
 from inference.verify import RULES
 from scripts.common import (
     MODEL_OPTIONS,
@@ -56,18 +58,7 @@ from scripts.common import (
     write_json_atomic,
 )
 
-LOSSLESS, NOT_LOSSLESS, INCONCLUSIVE = "lossless", "not lossless", "inconclusive"
 EXIT_CODES = {LOSSLESS: 0, NOT_LOSSLESS: 1, INCONCLUSIVE: 3}
-
-REFUTED, DOUBTFUL = 1e-4, 1e-2
-"""p-values below the first refute; those between the two decide nothing."""
-MIN_EXPECTED = 5.0
-"""Expected count of every cell of a chi-square test; rarer ones are pooled."""
-MIN_ROUNDS = 10
-"""Rounds that must accept, and that must reject, a first draft: both halves of the rule count."""
-
-Cell = tuple[int, ...]
-"""(second, third) new token; (second,) with any other third token; () for anything else."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,7 +114,7 @@ def fitting(target: TargetModel, prompts: list[Prompt], max_new_tokens: int) -> 
     Raises:
         ValueError: none does.
     """
-    room = target.max_length - max(max_new_tokens, CONTINUATION)
+    room = target.max_length - max(max_new_tokens, NEW_TOKENS)
     kept = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if not kept:
         raise ValueError(f"--prompts: none fits into the target's {target.max_length} positions")
@@ -139,8 +130,8 @@ def run_checks(
 ) -> list[dict[str, Any]]:
     """One record per check and rule."""
     if args.negative_control:
-        wrong = WrongLaw(proposer)
-        return [check_law(target, wrong, prompts, sampling, args.samples)]
+        wrong = WrongLaw(proposer, target.vocab_size)
+        return [law_record(target, wrong, prompts, sampling, args.samples)]
     rules = list(RULES) if args.rule == "all" else [args.rule]
     checks = check_tokens(
         target, proposer, prompts, [SamplingParams()], rules, args.max_new_tokens, "greedy"
@@ -151,7 +142,7 @@ def run_checks(
             target, proposer, prompts, seeds, same, args.max_new_tokens, "same seed"
         )
     if "rejection" in rules:
-        checks.append(check_law(target, proposer, prompts, sampling, args.samples))
+        checks.append(law_record(target, proposer, prompts, sampling, args.samples))
     return checks
 
 
@@ -165,8 +156,8 @@ def describe(check: dict[str, Any]) -> str:
     if check["check"] == "law":
         if check["p_value"] is None:
             return check["reason"]
-        text = f"chi-square {check['chi_square']:.1f} with {check['degrees']} degrees of freedom, "
-        text += f"p = {check['p_value']:.3g}, {check['samples']} samples"
+        text = f"{check['samples']} samples in {check['cells']} cells, "
+        text += f"chi-square {check['chi_square']:.1f}, p = {check['p_value']:.3g}"
         return f"{text}; {check['reason']}" if check["reason"] else text
     text = f"{check['texts']} texts, {check['near_ties']} near ties"
     for found in check["differences"]:
@@ -223,3 +214,22 @@ def _difference_record(
 ) -> dict[str, Any]:
     named = {"id": prompt.id, "seed": sampling.seed, "near_tie": difference.near_tie}
     return {**named, **asdict(difference)}
+
+
+# In law -----------------------------------------------------------------------------------------
+
+
+def law_record(
+    target: TargetModel,
+    proposer: Proposer,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    samples: int,
+) -> dict[str, Any]:
+    """The statistical check of `rejection`."""
+    report = check_law(target, proposer, prompts, sampling, samples, progress=True)
+    return {"check": "law", "rule": "rejection", **asdict(report)}
+
+
+if __name__ == "__main__":
+    run(main)

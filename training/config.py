@@ -126,6 +126,8 @@ class DataOptions:
     """T, tokens per packed sequence."""
     pack: bool = True
     """Several rows in a sequence, which do not see each other."""
+    feature_memory_gb: float = 0.0
+    """Keep the target's hidden states of the first epoch in this much memory for the later ones; 0 computes anew."""
     skip_bad_rows: bool = False
     """Leave out rows whose mask cannot be established (counted) instead of refusing the run."""
 

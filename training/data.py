@@ -24,12 +24,14 @@ class Batch:
         position_ids: (B, T), restarting at 0 with each document.
         document_ids: (B, T), counting from 0 in each sequence, -1 at padding.
         supervised: (B, T) bool, true where the *target* produced the token.
+        index: (B,) which sequence of the dataset each row is, -1 where that is not known.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     document_ids: Tensor
     supervised: Tensor
+    index: Tensor
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``."""
@@ -99,7 +101,9 @@ def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
     return groups
 
 
-def collate(groups: Sequence[Sequence[TokenizedRow]], length: int, pad_id: int = 0) -> Batch:
+def collate(
+    groups: Sequence[Sequence[TokenizedRow]], length: int, index: Sequence[int] | None = None, pad_id: int = 0
+) -> Batch:
     """Packed groups to one (B, T) batch; padding is a document of its own that nothing is supervised in."""
     shape = (len(groups), length)
     ids = torch.full(shape, pad_id, dtype=torch.int64)
@@ -116,7 +120,7 @@ def collate(groups: Sequence[Sequence[TokenizedRow]], length: int, pad_id: int =
             supervised[number, span] = torch.tensor(row.supervised)
             start = span.stop
         positions[number, start:] = torch.arange(length - start)
-    return Batch(ids, positions, documents, supervised)
+    return Batch(ids, positions, documents, supervised, torch.tensor(index or [-1] * len(groups)))
 
 
 class PackedDataset:
@@ -158,15 +162,16 @@ class PackedDataset:
                 counts += torch.bincount(ids, minlength=vocab_size)
         return counts
 
-    def step_groups(self, step: int) -> list[list[TokenizedRow]]:
-        """The sequences of optimizer step ``step`` (from 0), over all processes."""
+    def step_indices(self, step: int) -> list[int]:
+        """Which sequences make up optimizer step ``step`` (from 0), over all processes."""
         epoch, within = divmod(step, self.steps_per_epoch)
         order = torch.randperm(len(self.groups), generator=torch.Generator().manual_seed(self.seed * 100_003 + epoch))
         start = within * self.batch_size
-        return [self.groups[order[(start + i) % len(self.groups)]] for i in range(self.batch_size)]
+        return [int(order[(start + i) % len(self.groups)]) for i in range(self.batch_size)]
 
     def micro_batches(self, step: int, rank: int, world: int, micro_size: int) -> Iterator[Batch]:
         """This process's share of step ``step``, ``micro_size`` sequences at a time."""
-        mine = self.step_groups(step)[rank::world]
+        mine = self.step_indices(step)[rank::world]
         for start in range(0, len(mine), micro_size):
-            yield collate(mine[start : start + micro_size], self.length)
+            index = mine[start : start + micro_size]
+            yield collate([self.groups[i] for i in index], self.length, index)

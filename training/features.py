@@ -4,7 +4,7 @@ Legend: B batch, T sequence, D hidden, F captured layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -39,6 +39,50 @@ def run_target(target: TargetModel, batch: Batch, layers: Sequence[int]) -> Targ
     """
     out = target.forward(batch.input_ids, position_ids=batch.position_ids, feature_layers=layers, logits_to_keep=1)
     return TargetBatch(batch, out.features, out.last_hidden)
+
+
+class OnlineFeatures:
+    """The frozen target in the loop, optionally remembering what it said.
+
+    With a memory, the hidden states of each sequence are computed once and kept on the CPU for later epochs, until
+    the memory is full. Sequences then go through the target one at a time, so that a value never depends on which
+    batch it was first seen in and a resumed run stays bit-identical.
+
+    Args:
+        target: the teacher.
+        layers: ``hidden_states`` indices to capture.
+        memory_gb: gigabytes to keep; 0 computes every time.
+    """
+
+    def __init__(self, target: TargetModel, layers: Sequence[int], memory_gb: float = 0.0) -> None:
+        self.target, self.layers = target, tuple(layers)
+        self._room = int(memory_gb * 1e9)
+        self._remember = memory_gb > 0
+        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def __call__(self, batch: Batch) -> TargetBatch:
+        """Hidden states for a batch of a :class:`~training.data.PackedDataset`."""
+        if not self._remember:
+            return run_target(self.target, batch, self.layers)
+        rows = [self._row(batch, row) for row in range(len(batch.input_ids))]
+        device = batch.input_ids.device
+        features = [f.to(device) for f, _ in rows if f is not None]
+        return TargetBatch(
+            batch, torch.cat(features) if features else None, torch.cat([hidden.to(device) for _, hidden in rows])
+        )
+
+    def _row(self, batch: Batch, row: int) -> tuple[Tensor | None, Tensor]:
+        index = int(batch.index[row])
+        if index in self._kept:
+            return self._kept[index]
+        alone = Batch(*(getattr(batch, field.name)[row : row + 1] for field in fields(batch)))
+        data = run_target(self.target, alone, self.layers)
+        found = (None if data.features is None else data.features.cpu(), data.last_hidden.cpu())
+        size = sum(x.numel() * x.element_size() for x in found if x is not None)
+        if index >= 0 and size <= self._room:
+            self._room -= size
+            self._kept[index] = found
+        return found
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from drafters import Drafter, TargetModel
 from training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
 from training.config import OptimOptions, RunOptions, TrainConfig
 from training.data import Batch, PackedDataset
-from training.features import run_target
+from training.features import OnlineFeatures
 from training.objectives import Objective
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,9 @@ class Trainer:
         evaluate: Evaluate | None = None,
     ) -> None:
         self.config, self.run, self.out = config, config.run, Path(config.run.out)
-        self.accelerator, self.target, self.dataset, self.evaluate = accelerator, target, dataset, evaluate
+        self.accelerator, self.dataset, self.evaluate = accelerator, dataset, evaluate
         self.drafter = objective.drafter
+        self.features = OnlineFeatures(target, self.drafter.feature_layers, config.data.feature_memory_gb)
         self.total_steps = self.run.steps or max(1, math.ceil(self.run.epochs * dataset.steps_per_epoch))
         self.optimizer = make_optimizer(objective, config.optim)
         warmup = math.ceil(config.optim.warmup * self.total_steps)
@@ -144,7 +145,7 @@ class Trainer:
         return value
 
     def _forward(self, batch: Batch) -> Tensor:
-        data = run_target(self.target, batch, self.drafter.feature_layers)
+        data = self.features(batch)
         with self.accelerator.autocast():
             loss, metrics = self.objective(data)
         self._add(metrics)

@@ -7,6 +7,8 @@ feeding features back and attending to earlier rows are covered too.
 Legend: T prefix rows, S draft steps, F captured layers, K heads, D hidden, Vd draft vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,12 +46,13 @@ def golden_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
         ValueError: no rule for this family.
     """
     parameter = next(drafter.parameters())
-    features = inputs["features"].to(parameter)
-    if isinstance(drafter, Eagle3Drafter):
-        return _eagle3_chain(drafter, features, inputs["token_ids"].to(parameter.device))
-    if isinstance(drafter, MedusaDrafter):
-        rows = drafter(features[-1])
-        return torch.stack([drafter.logits(row, head) for head, row in enumerate(rows)])
+    features, token_ids = inputs["features"].to(parameter), inputs["token_ids"].to(parameter.device)
+    with _aligned(drafter):
+        if isinstance(drafter, Eagle3Drafter):
+            return _eagle3_chain(drafter, features, token_ids)
+        if isinstance(drafter, MedusaDrafter):
+            rows = drafter(features[-1])
+            return torch.stack([drafter.logits(row, head) for head, row in enumerate(rows)])
     raise ValueError(f"no golden logits for {drafter.family!r} heads yet: add a rule to this file")
 
 
@@ -109,6 +112,21 @@ def _eagle3_chain(drafter: Eagle3Drafter, features: Tensor, token_ids: Tensor) -
         feature = following[:, -1:]
         rows = slice(PREFIX + step, PREFIX + step + 1)
     return torch.stack(logits)
+
+
+@contextmanager
+def _aligned(drafter: Drafter) -> Iterator[None]:
+    """Compute with copies of the tensors: those that live in a mapped file are not aligned, and BLAS
+    rounds differently then, so that equal heads would not give equal logits."""
+    tensors = [*drafter.parameters(), *drafter.buffers()]
+    mapped = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.clone()
+    try:
+        yield
+    finally:
+        for tensor, data in zip(tensors, mapped, strict=True):
+            tensor.data = data
 
 
 class _ChainAttention:

@@ -260,25 +260,26 @@ def _notes(config: dict[str, Any]) -> tuple[str, ...]:
 
 def _completed(config: dict[str, Any], target: TargetModel) -> dict[str, Any]:
     """A config with the keys that other trainers leave to the engines' defaults."""
-    config = dict(config)
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 1e4))
-    scaling = config.get("rope_scaling")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
     heads = config.get("num_attention_heads") or 1
     defaults = {
         "num_hidden_layers": 1,
+        "draft_vocab_size": config.get("vocab_size"),
         "num_key_value_heads": heads,
-        "head_dim": config.get("hidden_size", 0) // heads,
+        "head_dim": (config.get("hidden_size") or 0) // heads,
         "target_hidden_size": config.get("hidden_size"),
-        "rope_theta": float(theta),
+        "rope_theta": theta,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": float(theta)},
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": config.get("dtype", "float32"),
         "fc_norm": bool(config.get("use_aux_norm", False)),
         "norm_output": False,
     }
-    config |= {key: value for key, value in defaults.items() if config.get(key) is None}
+    config = config | {key: value for key, value in defaults.items() if config.get(key) is None}
+    config["rope_theta"] = theta
     nested = dict(config.get("eagle_config") or {})
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
