@@ -1,8 +1,8 @@
 """Drafter: what every draft head is.
 
-A drafter is a network and nothing more. It borrows the target's embedding and output matrix by reference, so they are
-never saved, never trained and never copied; unrolling it into a loss is ``training.objectives``, growing a tree out of
-it is ``inference.proposers``.
+A drafter is a network and nothing more. It borrows the target's embedding and output matrix by
+reference, so they are never saved, never trained and never copied; unrolling it into a loss is
+``training.objectives``, growing a tree out of it is ``inference.proposers``.
 
 Legend: B batch, T rows, D hidden, V target vocabulary, Vd draft vocabulary.
 """
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from drafters.config import DrafterConfig
 from drafters.confidence import ConfidenceHead
+from drafters.config import DrafterConfig
 from drafters.layers import RMSNorm
 from drafters.target import TargetModel
 from drafters.vocab import choose_draft_vocab, scatter_to_target
@@ -51,7 +51,10 @@ class Drafter(PreTrainedModel):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """``hidden_states`` indices of the target this head reads; empty means the last hidden state only."""
+        """``hidden_states`` indices of the target this head reads;
+
+        Empty means the last hidden state only.
+        """
         return ()
 
     @property
@@ -70,10 +73,12 @@ class Drafter(PreTrainedModel):
 
         Args:
             target: the model this head was, or will be, trained on.
-            allow_other_target: accept different weights or another tokenizer of the same shape, with a warning.
+            allow_other_target: accept different weights or another tokenizer of the same shape,
+                with a warning.
 
         Raises:
-            ValueError: the target is not the one this head was trained on; the message names what differs.
+            ValueError: the target is not the one this head was trained on; the message names what
+                differs.
         """
         config = self.config
         for field, theirs in (
@@ -94,24 +99,31 @@ class Drafter(PreTrainedModel):
         recorded, found = self.config.target_fingerprint or {}, target.fingerprint()
         differing = [key for key in recorded if key in found and recorded[key] != found[key]]
         if differing == ["chat_template"]:
-            logger.warning("chat template of %r differs from the one this head was trained with", target.name)
+            logger.warning(
+                "chat template of %r differs from the one this head was trained with", target.name
+            )
         elif differing and not allow_other_target:
             raise ValueError(
-                f"wrong target: {', '.join(differing)} of {target.name!r} differ from {self.config.target_name!r}, "
-                "which this head was trained on; pass the original target (or allow_other_target=True to try anyway)"
+                f"wrong target: {', '.join(differing)} of {target.name!r} differ from "
+                f"{self.config.target_name!r}, "
+                "which this head was trained on; pass the original target (or "
+                "allow_other_target=True to try anyway)"
             )
         elif differing:
             logger.warning("head trained on %r runs on %r", self.config.target_name, target.name)
 
     @torch.no_grad()
     def set_draft_vocab(self, counts: Tensor) -> None:
-        """Choose the draft vocabulary from token counts (V,) and copy those rows of the target's output matrix.
+        """Choose the draft vocabulary from token counts (V,) and copy those rows of the target's
+        output matrix.
 
         Call once, before training. With the whole vocabulary only the copy is made.
         """
         if self.draft_vocab is not None:
             size = self.draft_vocab.numel()
-            self.draft_vocab.copy_(choose_draft_vocab(counts.cpu(), size, self.target.eos_token_ids))
+            self.draft_vocab.copy_(
+                choose_draft_vocab(counts.cpu(), size, self.target.eos_token_ids)
+            )
         self.initialise_from_target()
 
     def initialise_from_target(self) -> None:
@@ -156,15 +168,26 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: missing or damaged file, tensors missing or unexpected, wrong target.
         """
+        loaded: Any
         try:
-            head, info = cls.from_pretrained(
-                str(folder), output_loading_info=True, dtype=kwargs.pop("dtype", torch.float32), **kwargs
+            loaded = cls.from_pretrained(
+                str(folder),
+                output_loading_info=True,
+                dtype=kwargs.pop("dtype", torch.float32),
+                **kwargs,
             )
         except SafetensorError as error:
-            raise ValueError(f"head {folder}: model.safetensors is damaged or cut short ({error})") from error
+            raise ValueError(
+                f"head {folder}: model.safetensors is damaged or cut short ({error})"
+            ) from error
         except (OSError, RuntimeError) as error:
             raise ValueError(f"head {folder}: cannot load it: {error}") from error
-        problems = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+        head, info = loaded
+        problems = {
+            key: sorted(info[key])
+            for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[key]
+        }
         if problems:
             raise ValueError(f"head {folder}: the file does not fit its config: {problems}")
         return head.attach(target).to(target.device).eval()

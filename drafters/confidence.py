@@ -1,8 +1,10 @@
-"""The confidence head c_k: how likely draft token k is to be accepted, given that all before it were.
+"""The confidence head c_k: how likely draft token k is to be accepted, given that all before it
+were.
 
-Trained on the acceptance label of the rule the head will be served with; for drafts sampled from q that is the
-total-variation overlap 1 - ½‖p-q‖₁ (arXiv:2211.17192, Cor. 3.6; arXiv:2607.05147). Calibration divides the logit of
-position k by a temperature fitted on held-out data (sequential temperature scaling), stored in the head's config.
+Trained on the acceptance label of the rule the head will be served with; for drafts sampled from q
+that is the total-variation overlap 1 - ½‖p-q‖₁ (arXiv:2211.17192, Cor. 3.6; arXiv:2607.05147).
+Calibration divides the logit of position k by a temperature fitted on held-out data (sequential
+temperature scaling), stored in the head's config.
 
 Legend: D hidden, K draft positions.
 """
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 
 
 class ConfidenceHead(nn.Module):
-    """One linear unit on the draft hidden state, which it reads without sending gradients into it."""
+    """One linear unit on the draft hidden state, which it reads without sending gradients into "
+    "it."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -30,7 +33,8 @@ def calibrated(logit: Tensor, position: int, temperatures: Sequence[float] | Non
 
     Args:
         logit: any shape.
-        position: draft position k from 0; positions past the last fitted one use the last temperature.
+        position: draft position k from 0; positions past the last fitted one use the last
+            temperature.
         temperatures: one positive temperature per position, or None for uncalibrated.
 
     Returns:
@@ -42,5 +46,7 @@ def calibrated(logit: Tensor, position: int, temperatures: Sequence[float] | Non
 
 
 def survival(confidences: Tensor) -> Tensor:
-    """(..., K) per-position confidences -> (..., K) probability that at least k+1 drafts are accepted."""
+    """(..., K) per-position confidences -> (..., K) probability that at least k+1 drafts are
+    accepted.
+    """
     return torch.cumprod(confidences, dim=-1)

@@ -2,9 +2,9 @@
 
 Legend: D hidden size, V target vocabulary, Vd draft vocabulary, K heads.
 
-Layers of the target are named by their ``hidden_states`` index k = the residual stream *entering* layer k
-(so 0 is the embedding and ``num_layers`` would be the output of the last layer, which Hugging Face returns after
-the final norm and which therefore cannot be a feature).
+Layers of the target are named by their ``hidden_states`` index k = the residual stream *entering*
+layer k (so 0 is the embedding and ``num_layers`` would be the output of the last layer, which
+Hugging Face returns after the final norm and which therefore cannot be a feature).
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class DrafterConfig(PreTrainedConfig):
         target_fingerprint: hashes of the target's shape, weights, tokenizer and chat template.
         confidence_head: whether the head carries a confidence output c_k.
         confidence_rule: acceptance label c_k is trained on; "overlap" is 1 - ½‖p-q‖₁.
-        confidence_temperatures: one calibration temperature per draft position (see ``drafters.confidence``);
-            None means uncalibrated.
+        confidence_temperatures: one calibration temperature per draft position (see
+            ``drafters.confidence``); None means uncalibrated.
     """
 
     model_type = "headway"
@@ -51,18 +51,23 @@ class DrafterConfig(PreTrainedConfig):
             self.draft_vocab_size = self.vocab_size
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size}): "
+                f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size "
+                f"({self.vocab_size}): "
                 "lower draft_vocab_size or leave it out to use the whole vocabulary"
             )
         if self.confidence_rule != "overlap":
-            raise ValueError(f"confidence_rule {self.confidence_rule!r} is unknown: the one rule offered is 'overlap'")
+            raise ValueError(
+                f"confidence_rule {self.confidence_rule!r} is unknown: the one rule offered is "
+                "'overlap'"
+            )
         temperatures = self.confidence_temperatures
         if temperatures is not None and any(value <= 0 for value in temperatures):
             raise ValueError(f"confidence_temperatures must all be positive, got {temperatures}")
         super().__post_init__(**kwargs)
 
     def own_fields(self) -> dict[str, Any]:
-        """The fields declared in this file, without what transformers adds to every configuration."""
+        """The fields declared in this file, without what transformers adds to every "
+        "configuration."""
         classes = [cls for cls in type(self).__mro__ if issubclass(cls, DrafterConfig)]
         names = {name for cls in classes for name in cls.__annotations__}
         return {name: getattr(self, name) for name in sorted(names)}
@@ -78,10 +83,12 @@ class Eagle3Config(DrafterConfig):
 
     Attributes:
         feature_layers: target layers whose entering residual stream is fused, e.g. [2, n//2, n-3].
-        intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, rope_theta,
+        intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps,
+        rope_theta,
         max_position_embeddings: shape of the one decoder block, as in Llama.
         fc_norm: normalise each captured feature before the fusion (EAGLE-3.1).
-        norm_output: feed the *normed* output back as the next step's feature (EAGLE-3.1); False is EAGLE-3.
+        norm_output: feed the *normed* output back as the next step's feature (EAGLE-3.1); False is
+            EAGLE-3.
     """
 
     model_type = "headway-eagle3"
@@ -108,7 +115,13 @@ class Eagle3Config(DrafterConfig):
             self.feature_layers = default_feature_layers(layers)
         if layers:
             check_feature_layers(self.feature_layers or [], layers)
-            for name in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "head_dim"):
+            for name in (
+                "hidden_size",
+                "vocab_size",
+                "intermediate_size",
+                "num_attention_heads",
+                "head_dim",
+            ):
                 if getattr(self, name) <= 0:
                     raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
             if not self.num_key_value_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -117,7 +130,9 @@ class Eagle3Config(DrafterConfig):
                     f"num_attention_heads ({self.num_attention_heads})"
                 )
             if self.head_dim % 2:
-                raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+                raise ValueError(
+                    f"head_dim must be even for rotary embeddings, got {self.head_dim}"
+                )
         super().__post_init__(**kwargs)
 
 
@@ -127,10 +142,10 @@ class MedusaConfig(DrafterConfig):
     Attributes:
         num_heads: K; head i (from 0) predicts the token i+2 places after its input position.
         num_layers: L residual blocks per head, each its own module.
-        shared_lm_head: use the target's frozen output matrix for every head instead of K trainable copies;
-            the way to go for large vocabularies, where each copy costs V·D parameters.
-        tree: the static draft tree, a list of rank paths such as [[0], [0, 0], [1]]; None lets the decoder
-            take its default.
+        shared_lm_head: use the target's frozen output matrix for every head instead of K trainable
+            copies; the way to go for large vocabularies, where each copy costs V·D parameters.
+        tree: the static draft tree, a list of rank paths such as [[0], [0, 0], [1]]; None lets the
+            decoder take its default.
     """
 
     model_type = "headway-medusa"
@@ -151,15 +166,21 @@ class MedusaConfig(DrafterConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.shared_lm_head and self.draft_vocab_size not in (None, self.vocab_size):
             raise ValueError(
-                "shared_lm_head uses the target's whole output matrix, so draft_vocab_size has no effect: drop one"
+                "shared_lm_head uses the target's whole output matrix, so draft_vocab_size has no "
+                "effect: drop one"
             )
-        if self.tree is not None and any(not 1 <= len(path) <= self.num_heads for path in self.tree):
-            raise ValueError(f"tree: every path must have 1 to num_heads={self.num_heads} ranks, got {self.tree}")
+        if self.tree is not None and any(
+            not 1 <= len(path) <= self.num_heads for path in self.tree
+        ):
+            raise ValueError(
+                f"tree: every path must have 1 to num_heads={self.num_heads} ranks, got {self.tree}"
+            )
         super().__post_init__(**kwargs)
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's choice [2, n//2, n-3] as ``hidden_states`` indices (arXiv:2503.01840), squeezed for tiny targets.
+    """EAGLE-3's choice [2, n//2, n-3] as ``hidden_states`` indices (arXiv:2503.01840), squeezed for
+    tiny targets.
 
     Raises:
         ValueError: fewer than three layers to take features from.
@@ -180,6 +201,7 @@ def check_feature_layers(layers: list[int], num_layers: int) -> None:
         raise ValueError(f"feature_layers must be increasing and without repeats, got {layers}")
     if layers[0] < 0 or layers[-1] >= num_layers:
         raise ValueError(
-            f"feature_layers {layers} must lie in 0..{num_layers - 1}: index k is the stream entering layer k, and "
+            f"feature_layers {layers} must lie in 0..{num_layers - 1}: index k is the stream "
+            "entering layer k, and "
             f"index {num_layers} is only available after the target's final norm"
         )

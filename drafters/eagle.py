@@ -1,9 +1,10 @@
 """EAGLE-3 (arXiv:2503.01840): one decoder block that drafts from the target's own hidden states.
 
-Row t holds the pair (feature of t, embedding of token t+1) and predicts token t+2. The first feature is ``fuse`` of
-three captured target layers; later steps feed the block's own output back, un-normed (``norm_output`` feeds the
-normed one, as EAGLE-3.1 does). Attention reads cat(norm(embedding), norm(feature)), embedding first; the residual
-stream is the un-normed feature. Tensor names follow the dialect the serving engines load.
+Row t holds the pair (feature of t, embedding of token t+1) and predicts token t+2. The first
+feature is ``fuse`` of three captured target layers; later steps feed the block's own output back,
+un-normed (``norm_output`` feeds the normed one, as EAGLE-3.1 does). Attention reads
+cat(norm(embedding), norm(feature)), embedding first; the residual stream is the un-normed feature.
+Tensor names follow the dialect the serving engines load.
 
 Legend: B batch, T rows, D hidden, F captured layers, Vd draft vocabulary.
 """
@@ -15,12 +16,14 @@ from drafters.base import Drafter
 from drafters.config import Eagle3Config
 from drafters.layers import Attend, Attention, GatedMLP, RMSNorm
 
-
 _MLP = ("gate", "up", "down")
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder block; input (embedding, feature), output the next feature before the final norm."""
+    """The one decoder block;
+
+    Input (embedding, feature), output the next feature before the final norm.
+    """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -38,9 +41,13 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
-    def forward(self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend
+    ) -> Tensor:
         """(B, T, D) embeddings and (B, T, D) features -> (B, T, D)."""
-        pair = torch.cat((self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1)  # (B, T, 2D)
+        pair = torch.cat(
+            (self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1
+        )  # (B, T, 2D)
         hidden = feature + self.self_attn(pair, position_ids, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -57,7 +64,9 @@ class Eagle3Drafter(Drafter):
         size, eps = config.hidden_size, config.rms_norm_eps
         count = len(config.feature_layers or ())
         self.fc = nn.Linear(count * size, size, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
+        )
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False)
@@ -72,7 +81,9 @@ class Eagle3Drafter(Drafter):
         """Captured layers (B, T, F·D) -> the first feature (B, T, D)."""
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+            )
         return self.fc(features)
 
     def forward(
@@ -87,10 +98,12 @@ class Eagle3Drafter(Drafter):
             attend: the caller's attention over keys of other rows.
 
         Returns:
-            ``(hidden, next_feature)``, both (B, T, D): ``hidden`` is normed, for :meth:`logits` and the confidence
-            head; ``next_feature`` goes into the following step.
+            ``(hidden, next_feature)``, both (B, T, D): ``hidden`` is normed, for :meth:`logits` and
+            the confidence head; ``next_feature`` goes into the following step.
         """
-        output = self.midlayer(self.target.embed(token_ids).to(feature.dtype), feature, position_ids, attend)
+        output = self.midlayer(
+            self.target.embed(token_ids).to(feature.dtype), feature, position_ids, attend
+        )
         hidden = self.norm(output)
         return hidden, hidden if self.config.norm_output else output
 
@@ -102,18 +115,25 @@ class Eagle3Drafter(Drafter):
     def initialise_from_target(self) -> None:
         """Start from the target instead of from noise.
 
-        The output matrix takes the target's rows. Where the target's last layer has the shape of the draft block (any
-        Llama-like target), the block starts as that layer on the feature half of its input, the fused feature as the
-        last captured one, and the final norm as the target's: the untrained head then roughly continues the target's
-        own residual stream. On SmolLM2-135M this is worth about as much as doubling the first hundred steps.
+        The output matrix takes the target's rows. Where the target's last layer has the shape of
+        the draft block (any Llama-like target), the block starts as that layer on the feature half
+        of its input, the fused feature as the last captured one, and the final norm as the
+        target's: the untrained head then roughly continues the target's own residual stream. On
+        SmolLM2-135M this is worth about as much as doubling the first hundred steps.
         """
         self.lm_head.weight.copy_(self.head_rows().to(self.lm_head.weight))
         block = self.target.last_block()
         attention, size = self.midlayer.self_attn, self.config.hidden_size
-        halves = {f"self_attn.{name}_proj.weight": getattr(attention, f"{name}_proj").weight[:, size:] for name in "qkv"}
+        halves = {
+            f"self_attn.{name}_proj.weight": getattr(attention, f"{name}_proj").weight[:, size:]
+            for name in "qkv"
+        }
         whole = {
             "self_attn.o_proj.weight": attention.o_proj.weight,
-            **{f"mlp.{name}_proj.weight": getattr(self.midlayer.mlp, f"{name}_proj").weight for name in _MLP},
+            **{
+                f"mlp.{name}_proj.weight": getattr(self.midlayer.mlp, f"{name}_proj").weight
+                for name in _MLP
+            },
             "input_layernorm.weight": self.midlayer.hidden_norm.weight,
             "post_attention_layernorm.weight": self.midlayer.post_attention_layernorm.weight,
             "norm.weight": self.norm.weight,
@@ -124,4 +144,6 @@ class Eagle3Drafter(Drafter):
         for name, place in places.items():
             place.copy_(block[name])
         self.fc.weight.mul_(0.1)
-        self.fc.weight[:, -size:] += torch.eye(size, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
+        self.fc.weight[:, -size:] += torch.eye(
+            size, dtype=self.fc.weight.dtype, device=self.fc.weight.device
+        )

@@ -1,8 +1,9 @@
 """The decoder block, norms and rotary embeddings shared by the sequential heads.
 
-The block never sees a cache or a mask. It rotates its queries and keys and hands them to ``attend``, a callable of
-its caller: training passes the training-time-test attention, the decoder passes one that reads a draft KV cache.
-That seam is what lets both passes share every weight and every line of this file.
+The block never sees a cache or a mask. It rotates its queries and keys and hands them to
+``attend``, a callable of its caller: training passes the training-time-test attention, the decoder
+passes one that reads a draft KV cache. That seam is what lets both passes share every weight and
+every line of this file.
 
 Legend: B batch, T rows, D hidden, H query heads, Hkv key/value heads, d head size.
 """
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q (B, H, T, d), k (B, Hkv, T, d), v (B, Hkv, T, d)) -> (B, H, T, d); keys of other rows are the callee's memory."""
+"""(q (B, H, T, d), k (B, Hkv, T, d), v (B, Hkv, T, d)) -> (B, H, T, d);
+
+Keys of other rows are the callee's memory.
+"""
 
 
 class RMSNorm(nn.Module):
@@ -60,7 +64,13 @@ class Attention(nn.Module):
     """Grouped-query attention whose input may be wider than its output (EAGLE-3 feeds it 2·D)."""
 
     def __init__(
-        self, input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, theta: float
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        theta: float,
     ) -> None:
         super().__init__()
         self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)

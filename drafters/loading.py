@@ -1,9 +1,13 @@
-"""Which family a name or a folder means: building a new head for a target, and loading a saved one."""
+"""Which family a name or a folder means:
+
+Building a new head for a target, and loading a saved one.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from drafters.base import Drafter
@@ -60,7 +64,8 @@ def build_drafter(family: str, target: TargetModel, seed: int = 0, **options: An
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = drafter_class(CONFIGS[family](target, **options))
-    return drafter.attach(target).to(target.device)
+    nn.Module.to(drafter, target.device)
+    return drafter.attach(target)
 
 
 def load_drafter(folder: str | Path, target: TargetModel, **kwargs: Any) -> Drafter:
@@ -72,11 +77,15 @@ def load_drafter(folder: str | Path, target: TargetModel, **kwargs: Any) -> Draf
     try:
         config = AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"head {folder}: no readable config.json of a draft head ({error})") from error
+        raise ValueError(
+            f"head {folder}: no readable config.json of a draft head ({error})"
+        ) from error
     for drafter_class in FAMILIES.values():
         if isinstance(config, drafter_class.config_class):
             return drafter_class.load(folder, target, **kwargs)
-    raise ValueError(f"head {folder}: model_type {config.model_type!r} is not one of Headway's heads")
+    raise ValueError(
+        f"head {folder}: model_type {config.model_type!r} is not one of Headway's heads"
+    )
 
 
 def _rope_theta(config: Any) -> float:

@@ -1,8 +1,9 @@
 """Medusa heads (arXiv:2401.10774): K independent guesses from one hidden state.
 
-Head i (from 0) reads the target's last hidden state of position t (after the final norm) and predicts token t+2+i;
-token t+1 is the target's own. A residual block is x + SiLU(W x + b) with W and b zero at the start, and the output
-matrix starts as a copy of the target's, so an untrained head says what the target says about t+1.
+Head i (from 0) reads the target's last hidden state of position t (after the final norm) and
+predicts token t+2+i; token t+1 is the target's own. A residual block is x + SiLU(W x + b) with W
+and b zero at the start, and the output matrix starts as a copy of the target's, so an untrained
+head says what the target says about t+1.
 
 Legend: B batch, T rows, K heads, L layers, D hidden, Vd draft vocabulary.
 """
@@ -16,7 +17,9 @@ from drafters.config import MedusaConfig
 
 
 class ZeroLinear(nn.Linear):
-    """A linear map that starts at zero (its own class so that weight initialisation can tell it apart)."""
+    """A linear map that starts at zero (its own class so that weight initialisation can tell it
+    apart).
+    """
 
 
 class ResidualBlock(nn.Module):
@@ -34,7 +37,8 @@ class ResidualBlock(nn.Module):
 class MedusaDrafter(Drafter):
     """An independent head: ``forward`` maps one hidden state to K rows.
 
-    The K·L residual blocks are distinct modules. With ``shared_lm_head`` all heads use the target's frozen matrix.
+    The K·L residual blocks are distinct modules. With ``shared_lm_head`` all heads use the target's
+    frozen matrix.
     """
 
     config_class = MedusaConfig
@@ -45,13 +49,15 @@ class MedusaDrafter(Drafter):
         super().__init__(config)
         size = config.hidden_size
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+            nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
         )
         self.lm_heads = (
             None
             if config.shared_lm_head
             else nn.ModuleList(
-                nn.Linear(size, config.draft_vocab_size or 0, bias=False) for _ in range(config.num_heads)
+                nn.Linear(size, config.draft_vocab_size or 0, bias=False)
+                for _ in range(config.num_heads)
             )
         )
         self.post_init()
@@ -77,4 +83,5 @@ class MedusaDrafter(Drafter):
     def initialise_from_target(self) -> None:
         """Every trainable output matrix starts as a copy (never an alias) of the target's rows."""
         for linear in self.lm_heads or ():
+            assert isinstance(linear, nn.Linear)
             linear.weight.copy_(self.head_rows().to(linear.weight))

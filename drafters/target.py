@@ -1,13 +1,14 @@
 """TargetModel: any Hugging Face causal LM, unmodified, as the trainers and the decoder see it.
 
-The only file of the project that knows a transformers model's internals: where its embedding and output matrix are,
-how hidden states are captured, how the output matrix becomes logits.
+The only file of the project that knows a transformers model's internals: where its embedding and
+output matrix are, how hidden states are captured, how the output matrix becomes logits.
 
 Legend: B batch, T rows, D hidden, F captured layers, V target vocabulary.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache
 
 
@@ -37,7 +44,8 @@ class TargetOutput:
 class TargetModel:
     """A frozen causal LM and its tokenizer.
 
-    Deliberately not an ``nn.Module``: a drafter that keeps a reference to it must neither save nor train nor move it.
+    Deliberately not an ``nn.Module``: a drafter that keeps a reference to it must neither save nor
+        train nor move it.
 
     Args:
         model: a transformers causal LM; put into eval mode, gradients off.
@@ -45,11 +53,15 @@ class TargetModel:
         name: where it came from, recorded with the heads trained on it.
 
     Raises:
-        ValueError: the model has no embedding or output matrix, or its logits are not a known function of them.
+        ValueError: the model has no embedding or output matrix, or its logits are not a known
+            function of them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
@@ -58,7 +70,9 @@ class TargetModel:
         self.embedding: nn.Module = model.get_input_embeddings()
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ValueError(f"target {name or type(model).__name__} has no linear output matrix to borrow")
+            raise ValueError(
+                f"target {name or type(model).__name__} has no linear output matrix to borrow"
+            )
         self.lm_head: nn.Linear = head
         self._check_projection()
 
@@ -76,21 +90,29 @@ class TargetModel:
             name: hub id or folder.
             dtype: dtype of the weights.
             device: where to put them.
-            attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify trees.
+            attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify
+                trees.
 
         Raises:
             ValueError: the target cannot be found or loaded; the message says what to check.
         """
         if attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(f"attn_implementation must be 'sdpa' or 'eager', got {attn_implementation!r}")
+            raise ValueError(
+                f"attn_implementation must be 'sdpa' or 'eager', got {attn_implementation!r}"
+            )
         try:
             AutoConfig.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, attn_implementation=attn_implementation
+            )
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, ...
-            kind = "folder" if Path(name).exists() else "name (not a folder here; the hub was asked)"
+        except Exception as error:  # OSError, ValueError, SafetensorError, KeyError, ...
+            kind = (
+                "folder" if Path(name).exists() else "name (not a folder here; the hub was asked)"
+            )
             raise ValueError(f"target {name!r}: cannot load this {kind}: {error}") from error
-        return cls(model.to(device), tokenizer, name)
+        nn.Module.to(model, torch.device(device))
+        return cls(model, tokenizer, name)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -100,7 +122,9 @@ class TargetModel:
             ValueError: the target was built without one.
         """
         if self._tokenizer is None:
-            raise ValueError("this target was built without a tokenizer: pass tokenizer= to TargetModel")
+            raise ValueError(
+                "this target was built without a tokenizer: pass tokenizer= to TargetModel"
+            )
         return self._tokenizer
 
     @property
@@ -120,11 +144,17 @@ class TargetModel:
 
     @property
     def layer_types(self) -> list[str]:
-        """Attention kind of each layer, as transformers names them ("full_attention", "sliding_attention", ...)."""
+        """Attention kind of each layer, as transformers names them ("full_attention",
+        "sliding_attention", ...).
+        """
         types = getattr(self.config, "layer_types", None)
         if types:
             return list(types)
-        window = getattr(self.config, "sliding_window", None) if getattr(self.config, "use_sliding_window", True) else 0
+        window = (
+            getattr(self.config, "sliding_window", None)
+            if getattr(self.config, "use_sliding_window", True)
+            else 0
+        )
         return ["sliding_attention" if window else "full_attention"] * self.num_layers
 
     @property
@@ -149,8 +179,8 @@ class TargetModel:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence the positions of the target allow."""
-        return self.config.max_position_embeddings
+        """Longest sequence the positions of the target allow; without a stated limit, none."""
+        return getattr(self.config, "max_position_embeddings", None) or sys.maxsize
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...) token ids -> (..., D) input embeddings, including any scale the model applies."""
@@ -190,7 +220,8 @@ class TargetModel:
         Args:
             input_ids: (B, T).
             attention_mask: None, (B, S) ones for real tokens, or a ready (B, 1, T, S) mask.
-            position_ids: (B, T); with no mask and no cache, a restart at 0 begins a new packed document.
+            position_ids: (B, T); with no mask and no cache, a restart at 0 begins a new packed
+                document.
             cache: a transformers cache to read and extend.
             feature_layers: ``hidden_states`` indices to capture.
             logits_to_keep: logits of the last n rows, or of the given rows; 0 keeps all.
@@ -206,22 +237,33 @@ class TargetModel:
             logits_to_keep=logits_to_keep,
         )
         states = out.hidden_states
-        features = torch.cat([states[k] for k in feature_layers], dim=-1) if feature_layers else None
+        features = (
+            torch.cat([states[k] for k in feature_layers], dim=-1) if feature_layers else None
+        )
         return TargetOutput(out.logits, features, states[self.num_layers])
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes that identify this target whatever dtype it was loaded in.
 
-        Weights are sampled (the first values of every parameter, rounded to bfloat16), so it takes milliseconds on
-        a large model and still tells a fine-tune from its base.
+        Weights are sampled (the first values of every parameter, rounded to bfloat16), so it takes
+        milliseconds on a large model and still tells a fine-tune from its base.
         """
-        keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        keys = (
+            "model_type",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+        )
         shape = {key: getattr(self.config, key, None) for key in keys}
         weights = hashlib.sha256()
         for parameter_name, parameter in self.model.named_parameters():
             sample = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16).cpu()
             weights.update(parameter_name.encode() + sample.numpy().tobytes())
-        prints = {"shape": _digest(json.dumps(shape, sort_keys=True)), "weights": weights.hexdigest()[:16]}
+        prints = {
+            "shape": _digest(json.dumps(shape, sort_keys=True)),
+            "weights": weights.hexdigest()[:16],
+        }
         if self._tokenizer is not None:
             vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
             prints["tokenizer"] = _digest(vocabulary)
@@ -239,15 +281,19 @@ class TargetModel:
         }
 
     def last_block(self) -> dict[str, Tensor]:
-        """Weights of the last decoder layer and the final norm, where the target is laid out as Llama is.
+        """Weights of the last decoder layer and the final norm, where the target is laid out as
+        Llama is.
 
         Returns:
-            Tensors by their names in a Llama layer ("self_attn.q_proj.weight", "mlp.up_proj.weight", ...) plus
-            "norm.weight"; norms as the scale they apply (Gemma stores one less). Empty for other layouts.
+            Tensors by their names in a Llama layer ("self_attn.q_proj.weight",
+            "mlp.up_proj.weight", ...) plus "norm.weight"; norms as the scale they apply (Gemma
+            stores one less). Empty for other layouts.
         """
         modules = dict(self.model.get_decoder().named_modules())
         prefix = f"layers.{self.num_layers - 1}."
-        linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+            f"mlp.{name}_proj" for name in ("gate", "up", "down")
+        ]
         norms = {"input_layernorm": prefix + "input_layernorm", "norm": "norm"}
         norms["post_attention_layernorm"] = prefix + "post_attention_layernorm"
         if not {prefix + name for name in linear} | set(norms.values()) <= set(modules):
@@ -265,8 +311,10 @@ class TargetModel:
         scale = out.logits.abs().max().item()
         if not error <= 1e-3 * max(scale, 1.0):
             raise ValueError(
-                f"target {self.name or type(self.model).__name__}: logits are not a known function of the last hidden "
-                f"state (difference {error:.3g}); this architecture needs its own rule in TargetModel.project"
+                f"target {self.name or type(self.model).__name__}: logits are not a known function "
+                "of the last hidden "
+                f"state (difference {error:.3g}); this architecture needs its own rule in "
+                "TargetModel.project"
             )
 
 

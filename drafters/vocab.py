@@ -1,7 +1,8 @@
 """Draft vocabularies: which target tokens a head with a reduced output matrix can propose.
 
-Pure functions. Inside the project a draft vocabulary is a sorted list of *absolute* target ids, ``draft_vocab``
-(Vd,): draft id i stands for target id ``draft_vocab[i]``. Offsets (EAGLE-3's ``d2t``) exist only in export files.
+Pure functions. Inside the project a draft vocabulary is a sorted list of *absolute* target ids,
+``draft_vocab`` (Vd,): draft id i stands for target id ``draft_vocab[i]``. Offsets (EAGLE-3's
+``d2t``) exist only in export files.
 
 Legend: V target vocabulary, Vd draft vocabulary.
 """
@@ -38,7 +39,9 @@ def choose_draft_vocab(counts: Tensor, size: int, always: tuple[int, ...] = ()) 
         ValueError: ``size`` does not fit the vocabulary or the forced ids.
     """
     if not len(always) <= size <= counts.numel():
-        raise ValueError(f"draft_vocab_size must lie in {len(always)}..{counts.numel()}, got {size}")
+        raise ValueError(
+            f"draft_vocab_size must lie in {len(always)}..{counts.numel()}, got {size}"
+        )
     ranked = counts.clone()
     ranked[list(always)] = torch.iinfo(torch.int64).max
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
@@ -60,7 +63,10 @@ def draft_index(draft_vocab: Tensor, vocab_size: int) -> Tensor:
 
 
 def to_offsets(draft_vocab: Tensor) -> Tensor:
-    """EAGLE-3's ``d2t``: target id minus draft id, (Vd,) int64 (the only place offsets are made)."""
+    """EAGLE-3's ``d2t``:
+
+    Target id minus draft id, (Vd,) int64 (the only place offsets are made).
+    """
     return draft_vocab - torch.arange(draft_vocab.numel(), device=draft_vocab.device)
 
 
@@ -76,7 +82,8 @@ def scatter_to_target(values: Tensor, draft_vocab: Tensor, vocab_size: int, fill
         values: (..., Vd).
         draft_vocab: (Vd,) absolute target ids.
         vocab_size: V.
-        fill: value of every target id outside the draft vocabulary (0 for probabilities, -inf for logits).
+        fill: value of every target id outside the draft vocabulary (0 for probabilities, -inf for
+            logits).
 
     Returns:
         (..., V).

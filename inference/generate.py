@@ -1,8 +1,8 @@
 """Decoding: speculative, and plain as its slow twin.
 
-``speculative_generate`` emits exactly what ``plain_generate`` emits with the same sampling parameters (rules ``match``
-and ``coupled``, any temperature), or samples from exactly the same law (``rejection``). It runs any unmodified
-Hugging Face causal LM that ``TreeCache`` accepts.
+``speculative_generate`` emits exactly what ``plain_generate`` emits with the same sampling
+parameters (rules ``match`` and ``coupled``, any temperature), or samples from exactly the same law
+(``rejection``). It runs any unmodified Hugging Face causal LM that ``TreeCache`` accepts.
 
 Legend: B batch, T prompt, N tree nodes, V vocabulary.
 """
@@ -35,7 +35,8 @@ class Round:
         tree: what was proposed.
         accepted: accepted draft tokens that reached the output.
         next_token: the recovered or bonus token, or None if the text ended before it.
-        all_accepted: the walk ended at a leaf, so ``next_token`` is a bonus rather than a recovered token.
+        all_accepted: the walk ended at a leaf, so ``next_token`` is a bonus rather than a recovered
+            token.
     """
 
     row: int
@@ -57,7 +58,8 @@ class Generation:
     Attributes:
         sequences: new tokens of each row, prompt excluded, end-of-sequence token included.
         stats: acceptance over all rounds (empty for plain decoding).
-        seconds: wall-clock by phase: "prefill", "target", "draft", and "total" of everything after the prefill.
+        seconds: wall-clock by phase: "prefill", "target", "draft", and "total" of everything after
+            the prefill.
         num_forwards: target forwards after the prefill.
     """
 
@@ -70,7 +72,11 @@ class Generation:
     def other_share(self) -> float:
         """Part of the decoding time outside target and draft forwards."""
         total = self.seconds["total"]
-        return 1 - (self.seconds.get("target", 0.0) + self.seconds.get("draft", 0.0)) / total if total else 0.0
+        return (
+            1 - (self.seconds.get("target", 0.0) + self.seconds.get("draft", 0.0)) / total
+            if total
+            else 0.0
+        )
 
 
 OnRound = Callable[[Round], None]
@@ -101,7 +107,8 @@ def speculative_generate(
         on_round: called after every round of every sequence.
 
     Raises:
-        ValueError: empty prompt, no room within the target's positions, unknown rule, unsupported layers.
+        ValueError: empty prompt, no room within the target's positions, unknown rule, unsupported
+            layers.
     """
     sampling = sampling or SamplingParams()
     check_lengths(target, prompts, max_new_tokens)
@@ -131,7 +138,8 @@ def plain_generate(
     eos_token_ids: Sequence[int] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> Generation:
-    """One token per forward, one sequence after the other, with transformers' own cache: the slow twin.
+    """One token per forward, one sequence after the other, with transformers' own cache: the slow
+    twin.
 
     Args:
         target: the model.
@@ -167,11 +175,16 @@ def plain_generate(
                 break
             pending, phase = [token], "target"
         result.sequences.append(tokens[len(prompt) :])
-    result.seconds = {**timer.seconds, "total": timer.seconds["target"] + timer.seconds.pop("sample", 0.0)}
+    result.seconds = {
+        **timer.seconds,
+        "total": timer.seconds["target"] + timer.seconds.pop("sample", 0.0),
+    }
     return result
 
 
-def check_lengths(target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_lengths(
+    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     """Refuse what cannot be decoded before any token is produced.
 
     Raises:
@@ -184,7 +197,8 @@ def check_lengths(target: TargetModel, prompts: Sequence[Sequence[int]], max_new
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > target.max_length:
         raise ValueError(
-            f"prompt plus max_new_tokens is {longest} tokens but the target's max_position_embeddings is "
+            f"prompt plus max_new_tokens is {longest} tokens but the target's "
+            "max_position_embeddings is "
             f"{target.max_length}: shorten the prompt or lower max_new_tokens"
         )
 
@@ -204,7 +218,13 @@ class _Decoding:
         rule: str,
         timer: PhaseTimer,
     ) -> None:
-        self.target, self.proposer, self.sampling, self.rule, self.timer = target, proposer, sampling, rule, timer
+        self.target, self.proposer, self.sampling, self.rule, self.timer = (
+            target,
+            proposer,
+            sampling,
+            rule,
+            timer,
+        )
         self.tokens = [list(prompt) for prompt in prompts]
         self.limits = [len(prompt) + max_new_tokens for prompt in prompts]
         self.finished = [False] * len(prompts)
@@ -238,7 +258,9 @@ class _Decoding:
         ended = TokenTree(torch.zeros(1, dtype=torch.int64), torch.tensor([-1]), Proposal.ONE_HOT)
         run = [tree or ended for tree in trees]
         width = max(tree.num_nodes for tree in run)
-        positions = [len(t) - 1 + tree.depths.to("cpu") for t, tree in zip(self.tokens, run, strict=True)]
+        positions = [
+            len(t) - 1 + tree.depths.to("cpu") for t, tree in zip(self.tokens, run, strict=True)
+        ]
         masks = [tree.ancestor_mask() for tree in run]
         with self.timer.phase("target"):
             out = self._forward([tree.tokens for tree in run], positions, masks, width)
@@ -260,7 +282,11 @@ class _Decoding:
             return None
         position = len(self.tokens[row]) - 1
         return verify(
-            tree, lambda node: probabilities(logits[row, node], self.sampling), self.rule, self.sampling.seed, position
+            tree,
+            lambda node: probabilities(logits[row, node], self.sampling),
+            self.rule,
+            self.sampling.seed,
+            position,
         )
 
     def _record(
@@ -268,12 +294,16 @@ class _Decoding:
     ) -> Round:
         accepted = [tree.token(node) for node in verdict.path]
         emitted = self._advance(row, [*accepted, verdict.next_token], features, hidden)
-        self.stats.add_round(int(tree.depths.max()), tree.num_draft_tokens, len(accepted), len(emitted))
+        self.stats.add_round(
+            int(tree.depths.max()), tree.num_draft_tokens, len(accepted), len(emitted)
+        )
         leaf = verdict.path[-1] if verdict.path else 0
         bonus = verdict.next_token if len(emitted) > len(accepted) else None
         return Round(row, tree, accepted[: len(emitted)], bonus, not tree.children(leaf))
 
-    def _advance(self, row: int, new: list[int], features: Tensor | None, hidden: Tensor) -> list[int]:
+    def _advance(
+        self, row: int, new: list[int], features: Tensor | None, hidden: Tensor
+    ) -> list[int]:
         """Append ``new`` up to the end of the text; returns what was appended."""
         room = self.limits[row] - len(self.tokens[row])
         ends = [place + 1 for place, token in enumerate(new) if token in self.eos]
@@ -281,7 +311,9 @@ class _Decoding:
         self.tokens[row] += emitted
         left = self.limits[row] - len(self.tokens[row])
         self.finished[row] = left == 0 or emitted[-1] in self.eos
-        self.states[row] = None if self.finished[row] else RowState(self.tokens[row], features, hidden, left - 1)
+        self.states[row] = (
+            None if self.finished[row] else RowState(self.tokens[row], features, hidden, left - 1)
+        )
         return emitted
 
     def _forward(
@@ -299,7 +331,9 @@ class _Decoding:
         for row, (some, where) in enumerate(zip(tokens, positions, strict=True)):
             ids[row, : len(some)] = some.to(device)
             places[row, : len(where)] = where.to(device)
-        mask = tree_attention_mask(self.cache.lengths, [m.to(device) for m in masks], self.cache.columns(width))
+        mask = tree_attention_mask(
+            self.cache.lengths, [m.to(device) for m in masks], self.cache.columns(width)
+        )
         if self.target.model.config._attn_implementation == "eager":
             mask = as_additive(mask, self.target.dtype)
         return self.target.forward(
@@ -310,4 +344,3 @@ class _Decoding:
             feature_layers=self.proposer.feature_layers,
             logits_to_keep=logits_to_keep,
         )
-

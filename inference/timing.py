@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes: target forward, draft forward, everything else."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,12 +12,13 @@ class PhaseTimer:
     """Seconds by phase name; phases do not nest.
 
     Args:
-        device: on CUDA the queue is drained at both ends of a phase, so that kernels are charged to the phase that
-            launched them. Measuring therefore costs a little there; pass None to skip it.
+        device: on CUDA the queue is drained at both ends of a phase, so that kernels are charged to
+            the phase that launched them. Measuring therefore costs a little there; pass None to
+            skip it.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._cuda = device is not None and device.type == "cuda"
 
     @contextmanager

@@ -1,9 +1,11 @@
-"""Do training and decoding compute the same thing? Checked on the real target before the first optimizer step.
+"""Do training and decoding compute the same thing? Checked on the real target before the first
+optimizer step.
 
-The training pass sees a whole document at once, teacher-forced. The decoding pass goes through the KV cache with
-reversion, in rounds that append a tree with a wrong branch and commit one path, and through the head's own draft
-cache step by step. On the same prefix both must give the same draft logits; every off-by-one, stale cache or wrong
-rotary position shows here, before any compute is spent (arXiv:2503.01840's heads are known to suffer from all three).
+The training pass sees a whole document at once, teacher-forced. The decoding pass goes through the
+KV cache with reversion, in rounds that append a tree with a wrong branch and commit one path, and
+through the head's own draft cache step by step. On the same prefix both must give the same draft
+logits; every off-by-one, stale cache or wrong rotary position shows here, before any compute is
+spent (arXiv:2503.01840's heads are known to suffer from all three).
 
 Legend: T tokens of the document, K depths, n rows, Vd draft vocabulary.
 """
@@ -50,7 +52,9 @@ class ParityReport:
 
 
 @torch.no_grad()
-def check_parity(target: TargetModel, objective: Objective, row: TokenizedRow, max_tokens: int = 96) -> ParityReport:
+def check_parity(
+    target: TargetModel, objective: Objective, row: TokenizedRow, max_tokens: int = 96
+) -> ParityReport:
     """Compare both passes on one document.
 
     Args:
@@ -70,7 +74,9 @@ def check_parity(target: TargetModel, objective: Objective, row: TokenizedRow, m
     batch = collate([[TokenizedRow(ids, [True] * len(ids))]], len(ids)).to(target.device)
     data = run_target(target, batch, objective.drafter.feature_layers)
     hidden = objective.unroll(data)
-    training = [objective.logits(h[0], depth).double() for depth, h in enumerate(hidden)]  # K x (T, Vd)
+    training = [
+        objective.logits(h[0], depth).double() for depth, h in enumerate(hidden)
+    ]  # K x (T, Vd)
     worst, largest, compared = 0.0, 1e-9, 0
     for anchor, decoded in _decode_logits(target, objective, ids):
         for depth, logits in enumerate(decoded):
@@ -83,14 +89,18 @@ def check_parity(target: TargetModel, objective: Objective, row: TokenizedRow, m
     report = ParityReport(worst / largest, tolerance, compared)
     if not report.error <= tolerance:
         raise ParityError(
-            f"training and decoding disagree: draft logits differ by {report.error:.3g} of the largest logit "
-            f"(allowed {tolerance}). Heads trained like this would have a useless acceptance length; the pairing, the "
+            f"training and decoding disagree: draft logits differ by {report.error:.3g} of the "
+            "largest logit "
+            f"(allowed {tolerance}). Heads trained like this would have a useless acceptance "
+            "length; the pairing, the "
             "masks, the caches or the target's attention implementation are at fault"
         )
     return report
 
 
-def _decode_logits(target: TargetModel, objective: Objective, ids: list[int]) -> Iterator[tuple[int, list[Tensor]]]:
+def _decode_logits(
+    target: TargetModel, objective: Objective, ids: list[int]
+) -> Iterator[tuple[int, list[Tensor]]]:
     """(position a of the root, K draft logits (Vd,)) at every round of a real decode of ``ids``."""
     drafter = objective.drafter
     cache = DraftCache()
@@ -101,7 +111,10 @@ def _decode_logits(target: TargetModel, objective: Objective, ids: list[int]) ->
             yield anchor, [drafter.logits(rows[head], head)[0] for head in range(objective.depths)]
         else:
             assert isinstance(drafter, Eagle3Drafter)
-            yield anchor, _chain_logits(Eagle3Proposer(drafter), cache, state, ids, objective.depths)
+            yield (
+                anchor,
+                _chain_logits(Eagle3Proposer(drafter), cache, state, ids, objective.depths),
+            )
 
 
 def _chain_logits(
@@ -113,14 +126,19 @@ def _chain_logits(
     found = [logits[0]]
     for depth in range(1, min(depths, len(ids) - anchor)):
         token = torch.tensor([ids[anchor + depth]], device=logits.device)
-        above = torch.tensor([depth - 2], device=logits.device)  # tree row of the parent, -1 at depth 1
+        above = torch.tensor(
+            [depth - 2], device=logits.device
+        )  # tree row of the parent, -1 at depth 1
         logits, feature = proposer.step(cache, feature, token, above, anchor - 1 + depth)
         found.append(logits[0])
     return found
 
 
-def decode_rounds(target: TargetModel, ids: list[int], layers: tuple[int, ...]) -> Iterator[RowState]:
-    """Decode a known text in rounds: each appends the next true tokens plus a wrong branch, and commits the truth.
+def decode_rounds(
+    target: TargetModel, ids: list[int], layers: tuple[int, ...]
+) -> Iterator[RowState]:
+    """Decode a known text in rounds: each appends the next true tokens plus a wrong branch, and
+    commits the truth.
 
     Yields:
         The state at the start of each round, as a proposer would get it.
@@ -131,12 +149,16 @@ def decode_rounds(target: TargetModel, ids: list[int], layers: tuple[int, ...]) 
         true = ids[position : position + size]
         wrong = (true[-1] + 1) % target.vocab_size
         first = position == 0
-        nodes = true if first else [true[0], wrong, *true[1:]]  # the wrong branch hangs off the first token
+        nodes = (
+            true if first else [true[0], wrong, *true[1:]]
+        )  # the wrong branch hangs off the first token
         parents = list(range(-1, len(true) - 1)) if first else [-1, 0, 0, *range(2, len(true))]
         tree = torch.tensor(parents[: len(nodes)])
         mask = ancestor_mask(tree)
         depths = mask.sum(1) - 1
-        bias = tree_attention_mask(cache.lengths, [mask], cache.columns(len(nodes))).to(target.device)
+        bias = tree_attention_mask(cache.lengths, [mask], cache.columns(len(nodes))).to(
+            target.device
+        )
         if target.model.config._attn_implementation == "eager":
             bias = as_additive(bias, target.dtype)
         out = target.forward(

@@ -2,8 +2,9 @@
 
     accelerate launch -m recipes.train --config recipes/smollm2-135m/eagle3.yaml --optim.lr 3e-4
 
-The run folder then holds ``head/`` (the trained head), ``checkpoints/``, ``metrics.jsonl``, ``config.yaml`` and
-``provenance.json``. Starting the same command again resumes it. The last line printed is a JSON object.
+The run folder then holds ``head/`` (the trained head), ``checkpoints/``, ``metrics.jsonl``,
+``config.yaml`` and ``provenance.json``. Starting the same command again resumes it. The last line
+printed is a JSON object.
 """
 
 import json
@@ -17,7 +18,8 @@ import drafters
 
 if Path(drafters.__file__).resolve().parent.parent != Path(__file__).resolve().parent.parent:
     sys.exit(
-        "another distribution owns the module `drafters` (pip uninstall drafters), or start from the root of the "
+        "another distribution owns the module `drafters` (pip uninstall drafters), or start from "
+        "the root of the "
         "checkout: this training recipe would run with foreign code"
     )
 
@@ -78,7 +80,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     drafter = make_drafter(config, target, dataset)
     objective = build_objective(drafter, objective_options(config))
-    logger.info("head: %s, %.1fM trainable parameters", drafter.family, drafter.num_parameters_trained() / 1e6)
+    logger.info(
+        "head: %s, %.1fM trainable parameters",
+        drafter.family,
+        drafter.num_parameters_trained() / 1e6,
+    )
     if run.parity:
         check_before_training(target, objective, dataset)
     if accelerator.is_main_process:
@@ -86,13 +92,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         write_provenance(out)
     if run.trackers:
         accelerator.init_trackers(run.project, config=_flat(config))
-    trainer = Trainer(config, accelerator, target, objective, dataset, make_evaluate(config, target))
+    trainer = Trainer(
+        config, accelerator, target, objective, dataset, make_evaluate(config, target)
+    )
     results = trainer.train()
-    summary = {"method": drafter.family, "steps": trainer.step, "training_tokens": trainer.tokens, **results}
+    summary = {
+        "method": drafter.family,
+        "steps": trainer.step,
+        "training_tokens": trainer.tokens,
+        **results,
+    }
     if accelerator.is_main_process:
         drafter.save_pretrained(out / "head")
         write_provenance(out / "head")
-    summary |= {"parameters": drafter.num_parameters_trained(), "seconds": round(trainer.seconds, 1)}
+    summary |= {
+        "parameters": drafter.num_parameters_trained(),
+        "seconds": round(trainer.seconds, 1),
+    }
     summary |= {"head": str(out / "head")}
     accelerator.end_training()
     return summary
@@ -106,7 +122,9 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
     """
     options = config.target
     device = accelerator.device if options.device == "auto" else torch.device(options.device)
-    target = TargetModel.load(options.name, getattr(torch, options.dtype), device, options.attn_implementation)
+    target = TargetModel.load(
+        options.name, getattr(torch, options.dtype), device, options.attn_implementation
+    )
     if config.data.chat_template is not None:
         path = Path(config.data.chat_template)
         if not path.is_file():
@@ -115,8 +133,13 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
     return target
 
 
-def load_answers(config: TrainConfig, target: TargetModel, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """The rows to train on; with ``data.regenerate`` the target answers the prompts first (main process)."""
+def load_answers(
+    config: TrainConfig, target: TargetModel, accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """The rows to train on;
+
+    With ``data.regenerate`` the target answers the prompts first (main process).
+    """
     data = config.data
     rows = [row for source in data.train for row in load_rows(source, data.split, data.limit)]
     if not data.regenerate:
@@ -141,8 +164,11 @@ def load_answers(config: TrainConfig, target: TargetModel, accelerator: Accelera
     return load_rows(str(path))
 
 
-def encode_rows(config: TrainConfig, target: TargetModel, rows: list[dict[str, Any]]) -> list[TokenizedRow]:
-    """Token ids and supervised masks; a row that cannot be masked refuses the run unless told otherwise.
+def encode_rows(
+    config: TrainConfig, target: TargetModel, rows: list[dict[str, Any]]
+) -> list[TokenizedRow]:
+    """Token ids and supervised masks; a row that cannot be masked refuses the run unless told
+    otherwise.
 
     Raises:
         MaskError: naming the row.
@@ -154,11 +180,14 @@ def encode_rows(config: TrainConfig, target: TargetModel, rows: list[dict[str, A
         except MaskError as error:
             if not config.data.skip_bad_rows:
                 raise MaskError(
-                    f"data row {number}: {error}. Mend it, or leave such rows out with data.skip_bad_rows=true"
+                    f"data row {number}: {error}. Mend it, or leave such rows out with "
+                    "data.skip_bad_rows=true"
                 ) from error
             refused += 1
     if refused:
-        logger.warning("data: left out %d of %d rows whose mask cannot be established", refused, len(rows))
+        logger.warning(
+            "data: left out %d of %d rows whose mask cannot be established", refused, len(rows)
+        )
     if not encoded:
         raise ValueError("data: no usable row is left")
     return encoded
@@ -170,7 +199,9 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
     if options.init_from is not None:
         drafter = load_drafter(options.init_from, target)
         if drafter.family != options.family:
-            raise ValueError(f"drafter.init_from is a {drafter.family} head but drafter.type is {options.family}")
+            raise ValueError(
+                f"drafter.init_from is a {drafter.family} head but drafter.type is {options.family}"
+            )
         return drafter.train()
     drafter = build_drafter(options.family, target, config.run.seed, **options.head_fields())
     drafter.set_draft_vocab(dataset.token_counts(target.vocab_size))
@@ -180,17 +211,26 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
 def objective_options(config: TrainConfig) -> ObjectiveOptions:
     """The loss section as the objective takes it."""
     loss = config.loss
-    return ObjectiveOptions(loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk)
+    return ObjectiveOptions(
+        loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk
+    )
 
 
-def check_before_training(target: TargetModel, objective: Objective, dataset: PackedDataset) -> None:
+def check_before_training(
+    target: TargetModel, objective: Objective, dataset: PackedDataset
+) -> None:
     """Packing must not leak, and both passes must agree.
 
     Raises:
         ValueError: either fails.
     """
     batch = next(dataset.micro_batches(0, 0, 1, 1)).to(target.device)
-    check_packing(target, batch, objective.drafter.feature_layers, 1e-2 if target.dtype == torch.float32 else 1e-1)
+    check_packing(
+        target,
+        batch,
+        objective.drafter.feature_layers,
+        1e-2 if target.dtype == torch.float32 else 1e-1,
+    )
     row = max((row for group in dataset.groups[:32] for row in group), key=lambda row: len(row.ids))
     report = check_parity(target, objective, row)
     logger.info(
@@ -201,7 +241,9 @@ def check_before_training(target: TargetModel, objective: Objective, dataset: Pa
     )
 
 
-def make_evaluate(config: TrainConfig, target: TargetModel) -> Callable[[Drafter, int], dict[str, float]] | None:
+def make_evaluate(
+    config: TrainConfig, target: TargetModel
+) -> Callable[[Drafter, int], dict[str, float]] | None:
     """Acceptance length by the real decoder, greedy, on held-out prompts; None without prompts."""
     options = config.evaluate
     if options.prompts is None:
@@ -214,10 +256,15 @@ def make_evaluate(config: TrainConfig, target: TargetModel) -> Callable[[Drafter
         proposer = build_proposer(drafter, options.size)
         stats = None
         for prompt in prompts:
-            done = speculative_generate(target, proposer, [prompt], max_new_tokens=options.max_new_tokens)
+            done = speculative_generate(
+                target, proposer, [prompt], max_new_tokens=options.max_new_tokens
+            )
             stats = done.stats if stats is None else stats.merge(done.stats)
         assert stats is not None
-        return {"acceptance_length": stats.acceptance_length, "accepted_per_round": stats.accepted_per_round}
+        return {
+            "acceptance_length": stats.acceptance_length,
+            "accepted_per_round": stats.accepted_per_round,
+        }
 
     return evaluate
 
@@ -225,7 +272,11 @@ def make_evaluate(config: TrainConfig, target: TargetModel) -> Callable[[Drafter
 def _flat(config: TrainConfig) -> dict[str, Any]:
     """Dotted keys for trackers."""
     sections = ("target", "drafter", "data", "loss", "optim", "evaluate", "run")
-    return {f"{name}.{key}": str(value) for name in sections for key, value in vars(getattr(config, name)).items()}
+    return {
+        f"{name}.{key}": str(value)
+        for name in sections
+        for key, value in vars(getattr(config, name)).items()
+    }
 
 
 def run() -> None:

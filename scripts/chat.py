@@ -209,9 +209,7 @@ class Printer:
 
 def _visible(text: str) -> str:
     """Line breaks and other control characters as escapes, so that a line stays a line."""
-    return "".join(
-        char if char.isprintable() else ascii(char)[1:-1] for char in text
-    )
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _write(text: str) -> None:

@@ -2,9 +2,10 @@
 
     make quickstart            (or: python -m scripts.quickstart --out outputs/quickstart)
 
-Each step is an ordinary command of this project, printed before it runs, so that the output doubles as a tutorial:
-fetch a target, have it answer the project's own prompts, train EAGLE-3 and Medusa, measure both on held-out prompts,
-export, load the export back, decode one prompt with a trace. A second call continues where the first one stopped.
+Each step is an ordinary command of this project, printed before it runs, so that the output doubles
+as a tutorial: fetch a target, have it answer the project's own prompts, train EAGLE-3 and Medusa,
+measure both on held-out prompts, export, load the export back, decode one prompt with a trace. A
+second call continues where the first one stopped.
 """
 
 import argparse
@@ -25,8 +26,12 @@ PROMPT = "Explain in three sentences why leaves are green."
 
 def main() -> None:
     """Run all steps and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder for everything written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/quickstart"), help="folder for everything written"
+    )
     parser.add_argument("--prompts", type=int, default=280, help="training prompts used")
     parser.add_argument("--heldout", type=int, default=20, help="held-out prompts measured")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
@@ -37,8 +42,23 @@ def main() -> None:
     answers = args.out / "answers.jsonl"
     step(
         "have the target answer the training prompts",
-        *("scripts.generate_answers", "--target", target, "--prompts", "recipes/prompts/train.jsonl"),
-        *("--limit", args.prompts, "--max-new-tokens", 96, "--batch-size", 32, "--threads", args.threads),
+        *(
+            "scripts.generate_answers",
+            "--target",
+            target,
+            "--prompts",
+            "recipes/prompts/train.jsonl",
+        ),
+        *(
+            "--limit",
+            args.prompts,
+            "--max-new-tokens",
+            96,
+            "--batch-size",
+            32,
+            "--threads",
+            args.threads,
+        ),
         *("--out", answers),
     )
     rows = [measure(method, target, answers, args) for method in METHODS]
@@ -106,7 +126,9 @@ def step(title: str, module: str, *arguments: object) -> dict[str, Any]:
             last = line.strip() or last
     print(f"   ({time.perf_counter() - begun:.0f} s)", flush=True)
     if process.returncode:
-        raise ValueError(f"step '{title}' failed with exit code {process.returncode}; its message is above")
+        raise ValueError(
+            f"step '{title}' failed with exit code {process.returncode}; its message is above"
+        )
     try:
         found = json.loads(last)
     except ValueError:
@@ -122,7 +144,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [
         f"{row['method']:<8} {row['parameters'] / 1e6:>10.1f}M {row['training_tokens']:>16,} "
-        f"{row['acceptance_length']:>18.2f} {row['tokens_per_second']:>9.1f} {row['speedup']:>8.2f}x "
+        f"{row['acceptance_length']:>18.2f} {row['tokens_per_second']:>9.1f} "
+        f"{row['speedup']:>8.2f}x "
         f"{'yes' if row['greedy_identical'] else 'NO':>17}"
         for row in rows
     ]

@@ -1,0 +1,1 @@
+"""training: how to train a draft head. Data, features, losses, objectives, the loop."""

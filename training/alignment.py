@@ -1,12 +1,13 @@
 """The one place that says which row predicts which token, for every family.
 
-State of the art's most frequent silent bug is an off-by-one here, so everything is stated from the predicted token:
+State of the art's most frequent silent bug is an off-by-one here, so everything is stated from the
+predicted token:
 
     label position  j        token x_j, supervised if the *target* produced it
     teacher row     j-1      the target's row whose logits predict x_j
     draft row       j-2-i    the row that drafts x_j at depth i (EAGLE-3 step i, Medusa head i):
-                             it holds the target's hidden state of position j-2-i, and at depth 0 the
-                             embedding of the token after it, x_{j-1}
+                             it holds the target's hidden state of position j-2-i, and at depth 0
+                             the embedding of the token after it, x_{j-1}
 
 A label is valid at depth i if its draft row lies in the same document. Pure functions.
 
@@ -72,6 +73,9 @@ def draft_rows(labels: Labels, document_ids: Tensor, depth: int) -> tuple[Tensor
 
 
 def shifted_tokens(input_ids: Tensor, shift: int) -> Tensor:
-    """(B, T) ids moved left: row t holds x_{t+shift}; the tail repeats the last token and is never supervised."""
+    """(B, T) ids moved left:
+
+    Row t holds x_{t+shift}; the tail repeats the last token and is never supervised.
+    """
     tail = input_ids[:, -1:].expand(-1, shift)
     return torch.cat((input_ids[:, shift:], tail), dim=1)[:, : input_ids.shape[1]]

@@ -1,11 +1,14 @@
 """Conversations to token ids and the mask of supervised tokens. Fails closed.
 
-Only what the target itself would have generated is supervised: the text of each assistant turn and the token that
-ends it. Where the mask cannot be established exactly, the row is refused, never guessed:
+Only what the target itself would have generated is supervised: the text of each assistant turn and
+the token that ends it. Where the mask cannot be established exactly, the row is refused, never
+guessed:
 
-1. rows that carry ``prompt_ids`` and ``answer_ids`` (answers regenerated here) are exact by construction;
+1. rows that carry ``prompt_ids`` and ``answer_ids`` (answers regenerated here) are exact by
+construction;
 2. templates with ``{% generation %}`` markers give the mask themselves;
-3. otherwise each assistant turn is found by rendering the conversation up to it and comparing token by token.
+3. otherwise each assistant turn is found by rendering the conversation up to it and comparing token
+by token.
 """
 
 from collections.abc import Sequence
@@ -43,7 +46,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if not isinstance(tokenizer.chat_template, str):
         raise ValueError(
-            "data: the target's tokenizer has no chat template, which 'messages' and 'prompt' rows need. Give one with "
+            "data: the target's tokenizer has no chat template, which 'messages' and 'prompt' rows "
+            "need. Give one with "
             "data.chat_template (a .jinja file), or use 'text' rows for a base model"
         )
     return tokenizer.chat_template
@@ -60,10 +64,12 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Token
 
     Args:
         tokenizer: the target's.
-        row: with ``prompt_ids``/``answer_ids``, ``messages`` (ending in an assistant turn), or ``text``.
+        row: with ``prompt_ids``/``answer_ids``, ``messages`` (ending in an assistant turn), or
+            ``text``.
 
     Raises:
-        MaskError: nothing, or everything, would be supervised, or the template does not allow an exact mask.
+        MaskError: nothing, or everything, would be supervised, or the template does not allow an
+            exact mask.
     """
     if row.get("prompt_ids") is not None and row.get("answer_ids") is not None:
         prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
@@ -73,29 +79,42 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Token
     elif row.get("text") is not None:
         ids = tokenizer(row["text"])["input_ids"]
         # A base model wrote, or would write, every token but the first.
-        return TokenizedRow(ids, [False] + [True] * (len(ids) - 1)) if len(ids) > 1 else _refuse("text is too short")
+        return (
+            TokenizedRow(ids, [False] + [True] * (len(ids) - 1))
+            if len(ids) > 1
+            else _refuse("text is too short")
+        )
     else:
-        raise MaskError(f"row has none of the columns messages, prompt, text or answer_ids: {sorted(row)}")
+        raise MaskError(
+            f"row has none of the columns messages, prompt, text or answer_ids: {sorted(row)}"
+        )
     if not any(encoded.supervised):
-        raise MaskError("no token of this row is supervised: it has no assistant turn, or an empty one")
+        raise MaskError(
+            "no token of this row is supervised: it has no assistant turn, or an empty one"
+        )
     if all(encoded.supervised):
         raise MaskError("every token of this row is supervised: the prompt is missing")
     return encoded
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> TokenizedRow:
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> TokenizedRow:
     """Ids and mask of a conversation, by generation markers or by render difference.
 
     Raises:
-        MaskError: the template rewrites history, so no exact mask exists for the whole conversation.
+        MaskError: the template rewrites history, so no exact mask exists for the whole
+            conversation.
     """
     check_messages(messages)
     template = require_chat_template(tokenizer)
     if "{% generation" in template or "{%- generation" in template:
-        rendered = tokenizer.apply_chat_template(
+        rendered: Any = tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return TokenizedRow(list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]])
+        return TokenizedRow(
+            list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
+        )
     return _mask_by_rendering(tokenizer, messages)
 
 
@@ -109,10 +128,14 @@ def check_messages(messages: Sequence[Message]) -> None:
         raise MaskError("messages is empty")
     for number, message in enumerate(messages):
         if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-            raise MaskError(f"message {number} needs a role in {ROLES} and text content, got {message}")
+            raise MaskError(
+                f"message {number} needs a role in {ROLES} and text content, got {message}"
+            )
 
 
-def _mask_by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> TokenizedRow:
+def _mask_by_rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> TokenizedRow:
     ids = _render(tokenizer, messages, add_generation_prompt=False)
     supervised = [False] * len(ids)
     for turn, message in enumerate(messages):
@@ -122,8 +145,10 @@ def _mask_by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Me
         after = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
         if after[: len(before)] != before or ids[: len(after)] != after:
             raise MaskError(
-                f"the chat template renders turn {turn} differently once later text follows (it rewrites history or "
-                "merges tokens), so what the target produced cannot be told exactly. Split the conversation into one "
+                f"the chat template renders turn {turn} differently once later text follows (it "
+                "rewrites history or "
+                "merges tokens), so what the target produced cannot be told exactly. Split the "
+                "conversation into one "
                 "row per assistant turn, or use a template with {% generation %} markers"
             )
         for position in range(len(before), _end_of_turn(tokenizer, ids, len(before), len(after))):
@@ -133,7 +158,8 @@ def _mask_by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Me
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
     """One past the token that ends the turn: template text after it is not the target's doing."""
-    ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
+    names = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+    ends = {tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(name) for name in names)}
     known = ends - {None, tokenizer.unk_token_id}
     for position in range(end - 1, start - 1, -1):
         if ids[position] in known:
@@ -141,15 +167,21 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int,
     return end
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+) -> list[int]:
     if not messages and not add_generation_prompt:
         return []
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # jinja2 errors: the template's own refusals
         raise MaskError(f"the chat template refuses this conversation: {error}") from error
+    return ids
 
 
 def _refuse(reason: str) -> TokenizedRow:

@@ -1,8 +1,9 @@
-"""Checkpoints: save, rotate, resume. safetensors and JSON only, no pickled code; nothing half-written is ever seen.
+"""Checkpoints: save, rotate, resume. safetensors and JSON only, no pickled code; nothing
+half-written is ever seen.
 
-A checkpoint is the folder ``<out>/checkpoints/step-000200`` with ``head/`` (a native head, loadable by itself),
-``optimizer.safetensors`` and ``trainer_state.json``. It is written beside its place and renamed, so a kill or a full
-disk leaves the earlier ones as they were.
+A checkpoint is the folder ``<out>/checkpoints/step-000200`` with ``head/`` (a native head, loadable
+by itself), ``optimizer.safetensors`` and ``trainer_state.json``. It is written beside its place and
+renamed, so a kill or a full disk leaves the earlier ones as they were.
 """
 
 import json
@@ -26,7 +27,12 @@ class CheckpointError(ValueError):
 
 
 def save_checkpoint(
-    out: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+    out: Path,
+    step: int,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Write the checkpoint of ``step`` and drop the oldest beyond ``keep``.
 
@@ -61,7 +67,8 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}. Earlier checkpoints are untouched; free disk space or change "
+            f"cannot write checkpoint {final}: {error}. Earlier checkpoints are untouched; free "
+            "disk space or change "
             "run.out, then start the same command again to resume"
         ) from error
     for old in list_checkpoints(out)[:-keep]:
@@ -71,7 +78,11 @@ def save_checkpoint(
 
 def list_checkpoints(out: Path) -> list[Path]:
     """Finished checkpoints in ``out``, oldest first."""
-    return sorted(path for path in (out / "checkpoints").glob(f"{_PREFIX}*") if (path / "trainer_state.json").exists())
+    return sorted(
+        path
+        for path in (out / "checkpoints").glob(f"{_PREFIX}*")
+        if (path / "trainer_state.json").exists()
+    )
 
 
 def find_checkpoint(out: Path, resume: str) -> Path | None:
@@ -89,10 +100,14 @@ def find_checkpoint(out: Path, resume: str) -> Path | None:
         return found[-1] if found else None
     if resume == "none":
         if found:
-            raise CheckpointError(f"run.resume=none but {out} holds {found[-1].name}: choose another run.out")
+            raise CheckpointError(
+                f"run.resume=none but {out} holds {found[-1].name}: choose another run.out"
+            )
         return None
     if not (Path(resume) / "trainer_state.json").exists():
-        raise CheckpointError(f"run.resume: {resume} is not a checkpoint folder (no trainer_state.json)")
+        raise CheckpointError(
+            f"run.resume: {resume} is not a checkpoint folder (no trainer_state.json)"
+        )
     return Path(resume)
 
 
@@ -105,10 +120,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         return json.loads((checkpoint / "trainer_state.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one") from error
+        raise CheckpointError(
+            f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one"
+        ) from error
 
 
-def load_checkpoint(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(
+    checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Restore head and optimizer in place.
 
     Returns:
@@ -123,9 +142,13 @@ def load_checkpoint(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.O
         drafter.load_state_dict(weights)
         tensors = load_file(checkpoint / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one") from error
+        raise CheckpointError(
+            f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one"
+        ) from error
     except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint} holds a different head than drafter.* describes: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint} holds a different head than drafter.* describes: {error}"
+        ) from error
     optimizer.load_state_dict(_unflatten(tensors, state["optimizer"]))
     return state
 

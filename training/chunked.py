@@ -1,8 +1,9 @@
 """Vocabulary-sized losses without vocabulary-sized memory.
 
-``chunked_sum`` evaluates a loss a few label rows at a time and takes its gradient at once, so that the logits of one
-chunk are the only ones alive, in the backward pass too, and nothing is computed twice (the idea of fused linear
-losses, arXiv:2410.10989, in plain torch). ``plain_sum`` is the slow twin: one chunk, ordinary autograd.
+``chunked_sum`` evaluates a loss a few label rows at a time and takes its gradient at once, so that
+the logits of one chunk are the only ones alive, in the backward pass too, and nothing is computed
+twice (the idea of fused linear losses, arXiv:2410.10989, in plain torch). ``plain_sum`` is the slow
+twin: one chunk, ordinary autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from torch import Tensor
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[[slice, list[Tensor]], tuple[Tensor, Metrics]]
-"""(label rows of the chunk, row inputs sliced to it) -> (loss summed over the chunk, sums by metric name)."""
+"""(label rows of the chunk, row inputs sliced to it) -> (loss summed over the chunk, sums by metric
+name).
+"""
 
 
 def plain_sum(loss: ChunkLoss, inputs: Sequence[Tensor]) -> tuple[Tensor, Metrics]:
@@ -48,20 +51,32 @@ def chunked_sum(
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: ChunkLoss, chunk: int, metrics: Metrics, count: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: ChunkLoss, chunk: int, metrics: Metrics, count: int, *tensors: Tensor
+    ) -> Tensor:
         inputs, parameters = tensors[:count], tensors[count:]
         wanted = ctx.needs_input_grad[4:]
-        grads = [torch.zeros_like(t) if need else None for t, need in zip(tensors, wanted, strict=True)]
+        grads = [
+            torch.zeros_like(t) if need else None for t, need in zip(tensors, wanted, strict=True)
+        ]
         total = None
         for start in range(0, inputs[0].shape[0], chunk):
             rows = slice(start, min(start + chunk, inputs[0].shape[0]))
-            torch.clear_autocast_cache()  # a cached cast would belong to the previous chunk's freed graph
+            # A cached cast would belong to the graph of the chunk before, which is freed.
+            torch.clear_autocast_cache()
             with torch.enable_grad():
-                pieces = [x[rows].detach().requires_grad_(need) for x, need in zip(inputs, wanted, strict=False)]
+                pieces = [
+                    x[rows].detach().requires_grad_(need)
+                    for x, need in zip(inputs, wanted, strict=False)
+                ]
                 value, sums = loss(rows, pieces)
                 sources = [*pieces, *parameters]
                 asked = [i for i, need in enumerate(wanted) if need]
-                found = torch.autograd.grad(value, [sources[i] for i in asked], allow_unused=True) if asked else ()
+                found = (
+                    torch.autograd.grad(value, [sources[i] for i in asked], allow_unused=True)
+                    if asked
+                    else ()
+                )
             for i, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     place = grads[i][rows] if i < count else grads[i]  # type: ignore[index]
@@ -79,4 +94,10 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)
-        return (None, None, None, None, *(next(saved) * grad_outputs[0] if need else None for need in ctx.wanted))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(next(saved) * grad_outputs[0] if need else None for need in ctx.wanted),
+        )

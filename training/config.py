@@ -1,8 +1,10 @@
-"""The configuration of a run: YAML plus dotted overrides. Unknown keys are errors; the resolved file is saved.
+"""The configuration of a run: YAML plus dotted overrides. Unknown keys are errors; the resolved
+file is saved.
 
     accelerate launch -m recipes.train --config recipes/smollm2-135m/eagle3.yaml --optim.lr 3e-4
 
-Parsing is draccus over plain dataclasses: every field below is a YAML key and a ``--section.field`` flag.
+Parsing is draccus over plain dataclasses: every field below is a YAML key and a ``--section.field``
+flag.
 """
 
 import sys
@@ -39,7 +41,10 @@ class DrafterOptions(draccus.ChoiceRegistry):
     """The head: ``type`` names its family; the other keys are fields of that family's config."""
 
     init_from: str | None = None
-    """Start from this native head (a folder or hub id) instead of a new one; its own config then holds."""
+    """Start from this native head (a folder or hub id) instead of a new one;
+
+    Its own config then holds.
+    """
     confidence_head: bool = True
     """Carry a confidence output c_k."""
 
@@ -60,7 +65,10 @@ class Eagle3Options(DrafterOptions):
     """EAGLE-3 (arXiv:2503.01840)."""
 
     draft_vocab_size: int | None = None
-    """Rows of the head's own output matrix, the most frequent answer tokens; null keeps the whole vocabulary."""
+    """Rows of the head's own output matrix, the most frequent answer tokens;
+
+    Null keeps the whole vocabulary.
+    """
     feature_layers: list[int] | None = None
     """hidden_states indices to fuse; null is [2, n//2, n-3]."""
     fc_norm: bool = False
@@ -91,7 +99,10 @@ class LossOptions:
     name: str = "kl"
     """kl, soft_cross_entropy, tv or lk_hybrid."""
     steps: int | None = None
-    """Training-time-test steps of a sequential head; null is 3. Not for Medusa, whose depths are its heads."""
+    """Training-time-test steps of a sequential head;
+
+    Null is 3. Not for Medusa, whose depths are its heads.
+    """
     decay: float = 0.8
     """Weight of depth i is decay^i."""
     confidence_weight: float = 0.1
@@ -105,13 +116,18 @@ class DataOptions:
     """Prompts, conversations or answers."""
 
     train: list[str]
-    """Hub ids, JSONL/parquet files or save_to_disk folders with messages, prompt, text or answer_ids columns."""
+    """Hub ids, JSONL/parquet files or save_to_disk folders with messages, prompt, text or
+    answer_ids columns.
+    """
     split: str = "train"
     """Split of hub datasets."""
     limit: int | None = None
     """Use only the first rows of each source."""
     regenerate: bool = False
-    """Have the target answer the prompts first (in process, resumable); existing answers are dropped."""
+    """Have the target answer the prompts first (in process, resumable);
+
+    Existing answers are dropped.
+    """
     answers: str | None = None
     """Where regenerated answers are kept; null is <run.out>/answers.jsonl."""
     answer_temperature: float = 0.0
@@ -127,7 +143,10 @@ class DataOptions:
     pack: bool = True
     """Several rows in a sequence, which do not see each other."""
     feature_memory_gb: float = 0.0
-    """Keep the target's hidden states of the first epoch in this much memory for the later ones; 0 computes anew."""
+    """Keep the target's hidden states of the first epoch in this much memory for the later ones;
+
+    0 computes anew.
+    """
     skip_bad_rows: bool = False
     """Leave out rows whose mask cannot be established (counted) instead of refusing the run."""
 
@@ -138,7 +157,10 @@ class DataOptions:
         if self.max_length < 4:
             raise ValueError(f"data.max_length must be at least 4, got {self.max_length}")
         if not self.regenerate and self.answers is not None:
-            raise ValueError("data.answers has no effect without data.regenerate=true: drop it, or list it in data.train")
+            raise ValueError(
+                "data.answers has no effect without data.regenerate=true: drop it, or list it in "
+                "data.train"
+            )
 
 
 @dataclass
@@ -163,7 +185,10 @@ class OptimOptions:
         if self.lr <= 0 or not 0 <= self.warmup < 1 or self.clip < 0:
             raise ValueError(f"optim: lr > 0, 0 <= warmup < 1 and clip >= 0 are needed, got {self}")
         if self.schedule not in ("cosine", "linear", "constant_with_warmup"):
-            raise ValueError(f"optim.schedule {self.schedule!r} is unknown: cosine, linear or constant_with_warmup")
+            raise ValueError(
+                f"optim.schedule {self.schedule!r} is unknown: cosine, linear or "
+                "constant_with_warmup"
+            )
 
 
 @dataclass
@@ -207,7 +232,9 @@ class RunOptions:
     keep: int = 2
     """Checkpoints kept."""
     resume: str = "auto"
-    """auto continues the newest checkpoint in out, none refuses a folder that has one, or a checkpoint folder."""
+    """auto continues the newest checkpoint in out, none refuses a folder that has one, or a
+    checkpoint folder.
+    """
     trackers: list[str] = field(default_factory=list)
     """accelerate trackers such as wandb or tensorboard; metrics.jsonl is always written."""
     project: str = "headway"
@@ -225,7 +252,9 @@ class RunOptions:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise ValueError(f"run.mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}")
+            raise ValueError(
+                f"run.mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}"
+            )
         if self.save_every < 0:
             raise ValueError(f"run.save_every must be at least 0, got {self.save_every}")
 
@@ -245,7 +274,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Raise ValueError where options of different sections contradict each other."""
         if self.loss.steps is not None and self.drafter.family == "medusa":
-            raise ValueError("loss.steps has no effect on medusa, whose depths are drafter.num_heads: drop it")
+            raise ValueError(
+                "loss.steps has no effect on medusa, whose depths are drafter.num_heads: drop it"
+            )
 
 
 def parse_config(argv: list[str] | None = None) -> TrainConfig:
@@ -273,7 +304,7 @@ def save_config(config: TrainConfig, folder: Path) -> None:
 
 def dump_config(config: TrainConfig) -> str:
     """The resolved configuration as YAML."""
-    return draccus.dump(config)
+    return str(draccus.dump(config))
 
 
 def _is_config(arg: str) -> bool:

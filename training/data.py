@@ -1,4 +1,5 @@
-"""Rows to packed batches: loading, packing, collation, and an order that a resumed run repeats exactly.
+"""Rows to packed batches: loading, packing, collation, and an order that a resumed run repeats
+exactly.
 
 Legend: B batch, T sequence length.
 """
@@ -97,14 +98,22 @@ def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
         groups[slot].append(cut)
         room[slot] -= size
     if not groups:
-        raise ValueError("data: no row has a supervised token within data.max_length: nothing to train on")
+        raise ValueError(
+            "data: no row has a supervised token within data.max_length: nothing to train on"
+        )
     return groups
 
 
 def collate(
-    groups: Sequence[Sequence[TokenizedRow]], length: int, index: Sequence[int] | None = None, pad_id: int = 0
+    groups: Sequence[Sequence[TokenizedRow]],
+    length: int,
+    index: Sequence[int] | None = None,
+    pad_id: int = 0,
 ) -> Batch:
-    """Packed groups to one (B, T) batch; padding is a document of its own that nothing is supervised in."""
+    """Packed groups to one (B, T) batch;
+
+    Padding is a document of its own that nothing is supervised in.
+    """
     shape = (len(groups), length)
     ids = torch.full(shape, pad_id, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)
@@ -126,8 +135,8 @@ def collate(
 class PackedDataset:
     """Packed sequences in a deterministic order.
 
-    The order depends on (seed, epoch) alone, and a global batch on its step alone, so a run resumed at any step, on
-    any number of processes, sees what it would have seen.
+    The order depends on (seed, epoch) alone, and a global batch on its step alone, so a run resumed
+    at any step, on any number of processes, sees what it would have seen.
 
     Args:
         rows: tokenised conversations.
@@ -138,9 +147,18 @@ class PackedDataset:
     """
 
     def __init__(
-        self, rows: Sequence[TokenizedRow], length: int, batch_size: int, seed: int = 0, packed: bool = True
+        self,
+        rows: Sequence[TokenizedRow],
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        packed: bool = True,
     ) -> None:
-        self.groups = pack(rows, length) if packed else [group for row in rows for group in pack([row], length)]
+        self.groups = (
+            pack(rows, length)
+            if packed
+            else [group for row in rows for group in pack([row], length)]
+        )
         self.length, self.batch_size, self.seed = length, batch_size, seed
 
     @property
@@ -165,7 +183,9 @@ class PackedDataset:
     def step_indices(self, step: int) -> list[int]:
         """Which sequences make up optimizer step ``step`` (from 0), over all processes."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(len(self.groups), generator=torch.Generator().manual_seed(self.seed * 100_003 + epoch))
+        order = torch.randperm(
+            len(self.groups), generator=torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+        )
         start = within * self.batch_size
         return [int(order[(start + i) % len(self.groups)]) for i in range(self.batch_size)]
 

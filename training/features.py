@@ -19,7 +19,8 @@ class TargetBatch:
 
     Attributes:
         batch: tokens, documents, supervision.
-        features: (B, T, F·D) captured layers, or None for heads that read the last hidden state only.
+        features: (B, T, F·D) captured layers, or None for heads that read the last hidden state
+            only.
         last_hidden: (B, T, D) after the final norm; the teacher's logits are its projection.
     """
 
@@ -37,16 +38,19 @@ def run_target(target: TargetModel, batch: Batch, layers: Sequence[int]) -> Targ
         batch: on the target's device.
         layers: ``hidden_states`` indices to capture.
     """
-    out = target.forward(batch.input_ids, position_ids=batch.position_ids, feature_layers=layers, logits_to_keep=1)
+    out = target.forward(
+        batch.input_ids, position_ids=batch.position_ids, feature_layers=layers, logits_to_keep=1
+    )
     return TargetBatch(batch, out.features, out.last_hidden)
 
 
 class OnlineFeatures:
     """The frozen target in the loop, optionally remembering what it said.
 
-    With a memory, the hidden states of each sequence are computed once and kept on the CPU for later epochs, until
-    the memory is full. Sequences then go through the target one at a time, so that a value never depends on which
-    batch it was first seen in and a resumed run stays bit-identical.
+    With a memory, the hidden states of each sequence are computed once and kept on the CPU for
+    later epochs, until the memory is full. Sequences then go through the target one at a time, so
+    that a value never depends on which batch it was first seen in and a resumed run stays
+    bit-identical.
 
     Args:
         target: the teacher.
@@ -68,7 +72,9 @@ class OnlineFeatures:
         device = batch.input_ids.device
         features = [f.to(device) for f, _ in rows if f is not None]
         return TargetBatch(
-            batch, torch.cat(features) if features else None, torch.cat([hidden.to(device) for _, hidden in rows])
+            batch,
+            torch.cat(features) if features else None,
+            torch.cat([hidden.to(device) for _, hidden in rows]),
         )
 
     def _row(self, batch: Batch, row: int) -> tuple[Tensor | None, Tensor]:
@@ -86,10 +92,13 @@ class OnlineFeatures:
 
 
 @torch.no_grad()
-def check_packing(target: TargetModel, batch: Batch, layers: Sequence[int], tolerance: float = 1e-2) -> float:
+def check_packing(
+    target: TargetModel, batch: Batch, layers: Sequence[int], tolerance: float = 1e-2
+) -> float:
     """Features of a packed document must equal those of the document alone.
 
-    Catches attention that leaks between documents or padding, whatever the model's own mask code does.
+    Catches attention that leaks between documents or padding, whatever the model's own mask code
+    does.
 
     Returns:
         Largest difference, relative to the largest value.
@@ -104,7 +113,8 @@ def check_packing(target: TargetModel, batch: Batch, layers: Sequence[int], tole
     error = ((packed - alone).abs().max() / alone.abs().max()).item()
     if not error <= tolerance:
         raise ValueError(
-            f"target {target.name!r}: features of a packed document differ from the document alone by {error:.3g}; "
+            f"target {target.name!r}: features of a packed document differ from the document alone "
+            f"by {error:.3g}; "
             "this model's attention leaks across packed documents, set data.pack=false"
         )
     return error

@@ -1,6 +1,7 @@
 """The accelerate loop: one optimizer step after another, for every family.
 
-Knows nothing of heads beyond ``Objective`` and nothing of decoding beyond the ``evaluate`` callable handed in.
+Knows nothing of heads beyond ``Objective`` and nothing of decoding beyond the ``evaluate`` callable
+handed in.
 """
 
 import json
@@ -60,11 +61,17 @@ class Trainer:
         self.config, self.run, self.out = config, config.run, Path(config.run.out)
         self.accelerator, self.dataset, self.evaluate = accelerator, dataset, evaluate
         self.drafter = objective.drafter
-        self.features = OnlineFeatures(target, self.drafter.feature_layers, config.data.feature_memory_gb)
-        self.total_steps = self.run.steps or max(1, math.ceil(self.run.epochs * dataset.steps_per_epoch))
+        self.features = OnlineFeatures(
+            target, self.drafter.feature_layers, config.data.feature_memory_gb
+        )
+        self.total_steps = self.run.steps or max(
+            1, math.ceil(self.run.epochs * dataset.steps_per_epoch)
+        )
         self.optimizer = make_optimizer(objective, config.optim)
         warmup = math.ceil(config.optim.warmup * self.total_steps)
-        self.scheduler = get_scheduler(config.optim.schedule, self.optimizer, warmup, self.total_steps)
+        self.scheduler = get_scheduler(
+            config.optim.schedule, self.optimizer, warmup, self.total_steps
+        )
         self.objective, self.optimizer = accelerator.prepare(objective, self.optimizer)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.sums: dict[str, Tensor] = {}
@@ -104,7 +111,9 @@ class Trainer:
                 if last or stop or (self.run.save_every and self.step % self.run.save_every == 0):
                     self._save()
                 if stop and not last:
-                    raise KeyboardInterrupt(f"stopped at step {self.step}; the same command continues from there")
+                    raise KeyboardInterrupt(
+                        f"stopped at step {self.step}; the same command continues from there"
+                    )
         return results
 
     def _train_step(self) -> float:
@@ -120,7 +129,8 @@ class Trainer:
         ]
         local = torch.stack([batch.supervised.sum() for batch in batches]).sum()
         count = accelerator.reduce(local, reduction="sum").clamp_min(1)
-        # Data parallelism averages gradients and accelerate divides by the accumulation: undo both, so that the
+        # Data parallelism averages gradients and accelerate divides by the accumulation: undo both,
+        # so that the
         # gradient is that of (sum of losses) / (global number of supervised tokens).
         scale = accelerator.num_processes * len(batches) / count
         total = torch.zeros((), device=device)
@@ -135,7 +145,8 @@ class Trainer:
         value = total.item()
         if not math.isfinite(value):
             raise TrainingError(
-                f"the loss of step {self.step + 1} is {value}: lower optim.lr, check target.dtype, or look at the rows "
+                f"the loss of step {self.step + 1} is {value}: lower optim.lr, check target.dtype, "
+                "or look at the rows "
                 "of this step with scripts.inspect_mask. Checkpoints up to here are kept"
             )
         self.step += 1
@@ -156,7 +167,8 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), clip)
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             raise TrainingError(
-                f"the gradient of step {self.step + 1} is not finite: lower optim.lr or use run.mixed_precision=no. "
+                f"the gradient of step {self.step + 1} is not finite: lower optim.lr or use "
+                "run.mixed_precision=no. "
                 "Checkpoints up to here are kept"
             )
         self._add({"grad_norm_sum": norm.detach(), "grad_norm_count": torch.ones_like(norm)})
@@ -166,18 +178,29 @@ class Trainer:
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
-            value = value.detach().double() if value.device.type == "cpu" else value.detach().float()
+            value = (
+                value.detach().double() if value.device.type == "cpu" else value.detach().float()
+            )
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def _log(self) -> None:
         """Divide sums by counts once, over all processes, and write a line."""
         names = sorted(self.sums)
         stacked = torch.stack([self.sums[name].float() for name in names])
-        totals = dict(zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True))
+        totals = dict(
+            zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True)
+        )
         stems = [name.removesuffix("_sum") for name in names if name.endswith("_sum")]
-        means = {f"train/{stem}": totals[f"{stem}_sum"] / max(totals[f"{stem}_count"], 1) for stem in stems}
+        means = {
+            f"train/{stem}": totals[f"{stem}_sum"] / max(totals[f"{stem}_count"], 1)
+            for stem in stems
+        }
         self.sums = {}
-        rate = {"train/lr": self.scheduler.get_last_lr()[0], "train/tokens": self.tokens, "train/seconds": self.seconds}
+        rate = {
+            "train/lr": self.scheduler.get_last_lr()[0],
+            "train/tokens": self.tokens,
+            "train/seconds": self.seconds,
+        }
         self._write({**means, **rate})
 
     def _write(self, values: dict[str, float]) -> None:
@@ -196,14 +219,18 @@ class Trainer:
             results = self.evaluate(self.drafter, self.step)
             self.drafter.train()
             self._write({f"eval/{name}": value for name, value in results.items()})
-            logger.info("step %d: %s", self.step, {name: round(value, 3) for name, value in results.items()})
+            logger.info(
+                "step %d: %s", self.step, {name: round(value, 3) for name, value in results.items()}
+            )
         self.accelerator.wait_for_everyone()
         return results
 
     def _save(self) -> None:
         if self.accelerator.is_main_process:
             state = {
-                "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+                "scheduler": {
+                    k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"
+                },
                 "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
@@ -223,7 +250,8 @@ class Trainer:
         differing = {key: pair for key, pair in differing.items() if pair[0] != pair[1]}
         if differing:
             raise TrainingError(
-                f"{checkpoint} was trained with other settings (checkpoint, now): {differing}. Use the same settings, "
+                f"{checkpoint} was trained with other settings (checkpoint, now): {differing}. Use "
+                "the same settings, "
                 "or another run.out with drafter.init_from to start from its head"
             )
         state = load_checkpoint(checkpoint, self.drafter, self.optimizer)
@@ -239,7 +267,9 @@ class Trainer:
         """What must not change between the parts of one run."""
         run, data = self.run, self.dataset
         return {
-            **{f"drafter.{name}": value for name, value in self.drafter.config.own_fields().items()},
+            **{
+                f"drafter.{name}": value for name, value in self.drafter.config.own_fields().items()
+            },
             "run.steps": self.total_steps,
             "run.seed": run.seed,
             "run.batch_size": run.batch_size,
@@ -252,7 +282,8 @@ class Trainer:
 
 
 def make_accelerator(run: RunOptions, device: str = "auto") -> Accelerator:
-    """The accelerator of a run, and a check that its process group is one this loop trains correctly on.
+    """The accelerator of a run, and a check that its process group is one this loop trains
+    correctly on.
 
     Raises:
         ValueError: batch sizes do not divide, or the distributed type is not supported yet.
@@ -267,12 +298,14 @@ def make_accelerator(run: RunOptions, device: str = "auto") -> Accelerator:
     world = accelerator.num_processes
     if run.batch_size % (world * run.micro_batch_size):
         raise ValueError(
-            f"run.batch_size ({run.batch_size}) must be a multiple of processes ({world}) x run.micro_batch_size "
+            f"run.batch_size ({run.batch_size}) must be a multiple of processes ({world}) x "
+            "run.micro_batch_size "
             f"({run.micro_batch_size})"
         )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise ValueError(
-            f"{accelerator.distributed_type.value} is not supported yet: launch without it (one process or plain "
+            f"{accelerator.distributed_type.value} is not supported yet: launch without it (one "
+            "process or plain "
             "data parallelism)"
         )
     accelerator.gradient_accumulation_steps = run.batch_size // (world * run.micro_batch_size)
@@ -282,7 +315,9 @@ def make_accelerator(run: RunOptions, device: str = "auto") -> Accelerator:
 def make_optimizer(objective: Objective, optim: OptimOptions) -> torch.optim.Optimizer:
     """AdamW over the head's trainable parameters."""
     trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay)
+    return torch.optim.AdamW(
+        trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+    )
 
 
 class _Stop:
@@ -297,7 +332,9 @@ class _Stop:
 
 @contextmanager
 def stop_on_signal() -> Iterator[_Stop]:
-    """Turn the first SIGINT or SIGTERM into a flag, so that the step in progress can finish and be saved."""
+    """Turn the first SIGINT or SIGTERM into a flag, so that the step in progress can finish and be
+    saved.
+    """
     stop = _Stop()
 
     def ask(number: int, frame: Any) -> None:
@@ -315,7 +352,9 @@ def stop_on_signal() -> Iterator[_Stop]:
 
 
 def _keep_lines(path: Path, step: int) -> None:
-    """Drop metric lines past ``step``, which a resumed run writes again, and a line cut short by a kill."""
+    """Drop metric lines past ``step``, which a resumed run writes again, and a line cut short by a
+    kill.
+    """
     if not path.exists():
         return
     kept = []

@@ -1,7 +1,7 @@
 """Losses between a draft law q and a target law p: pure functions, one value per position.
 
-The caller masks, weighs and sums. Teacher probabilities are p over the draft vocabulary; softmax and logarithms are
-in float32 or better.
+The caller masks, weighs and sums. Teacher probabilities are p over the draft vocabulary; softmax
+and logarithms are in float32 or better.
 
 Legend: n positions, Vd draft vocabulary.
 """
@@ -37,10 +37,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def overlap(q: Tensor, p: Tensor) -> Tensor:
-    """Σ min(p, q) = 1 - ½‖p-q‖₁: (n, Vd), (n, Vd) -> (n,), the chance that a sampled draft is accepted.
+    """Σ min(p, q) = 1 - ½‖p-q‖₁: (n, Vd), (n, Vd) -> (n,), the chance that a sampled draft is
+    accepted.
 
-    With a reduced draft vocabulary pass p as it is, *not* renormalised: q is zero elsewhere, so the mass of p outside
-    adds nothing to the sum and counts as missed (arXiv:2211.17192, Cor. 3.6).
+    With a reduced draft vocabulary pass p as it is, *not* renormalised: q is zero elsewhere, so the
+    mass of p outside adds nothing to the sum and counts as missed (arXiv:2211.17192, Cor. 3.6).
     """
     return torch.minimum(p, q).sum(-1)
 
@@ -51,7 +52,8 @@ def total_variation(logits: Tensor, p: Tensor) -> Tensor:
 
 
 def lk_hybrid(logits: Tensor, p: Tensor, eta: float = 3.0) -> Tensor:
-    """λ KL + (1-λ) TV with λ = exp(-η·overlap), the overlap held constant (arXiv:2602.23881): -> (n,).
+    """λ KL + (1-λ) TV with λ = exp(-η·overlap), the overlap held constant (arXiv:2602.23881): ->
+    (n,).
 
     KL leads while the draft is poor, total variation (the acceptance rate itself) once it is good.
     """
@@ -63,16 +65,25 @@ def lk_hybrid(logits: Tensor, p: Tensor, eta: float = 3.0) -> Tensor:
 def confidence_bce(confidence_logits: Tensor, label: Tensor) -> Tensor:
     """Binary cross-entropy against a soft acceptance label in [0, 1]: (n,), (n,) -> (n,)."""
     logits = _wide(confidence_logits)
-    return F.binary_cross_entropy_with_logits(logits, label.to(logits.dtype).clamp(0, 1), reduction="none")
+    return F.binary_cross_entropy_with_logits(
+        logits, label.to(logits.dtype).clamp(0, 1), reduction="none"
+    )
 
 
 def head_weights(steps: int, decay: float) -> list[float]:
-    """decay^i for i < steps, scaled to sum 1, so that the size of the loss does not depend on the unroll length."""
+    """decay^i for i < steps, scaled to sum 1, so that the size of the loss does not depend on the
+    unroll length.
+    """
     raw = [decay**i for i in range(steps)]
     return [value / sum(raw) for value in raw]
 
 
-DISTILLATION = {"kl": kl, "soft_cross_entropy": soft_cross_entropy, "tv": total_variation, "lk_hybrid": lk_hybrid}
+DISTILLATION = {
+    "kl": kl,
+    "soft_cross_entropy": soft_cross_entropy,
+    "tv": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
 
 
 def renormalised(p: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Training attention masks from row attributes. Pure functions.
 
-Every family's mask is a rule on attributes of the query row and the key row (position, document, draft step). Here are
-the rules in use; ``build_mask`` applies one to all pairs. The dense masks are the definition that fast paths are
-tested against; only the causal one is built at training size.
+Every family's mask is a rule on attributes of the query row and the key row (position, document,
+draft step). Here are the rules in use; ``build_mask`` applies one to all pairs. The dense masks are
+the definition that fast paths are tested against; only the causal one is built at training size.
 
 Legend: B batch, Q query rows, S key rows, T sequence.
 """
@@ -40,7 +40,8 @@ def causal(query: Rows, key: Rows) -> Tensor:
 def training_time_test(query: Rows, key: Rows) -> Tensor:
     """EAGLE-3's step mask (arXiv:2503.01840).
 
-    Step-0 keys are causal; of every later step up to its own, a row sees only the key of its own position.
+    Step-0 keys are causal; of every later step up to its own, a row sees only the key of its own
+    position.
     """
     own = (key.step >= 1) & (key.step <= query.step) & (key.position == query.position)
     return ((key.step == 0) & (key.position <= query.position)) | own
@@ -49,7 +50,8 @@ def training_time_test(query: Rows, key: Rows) -> Tensor:
 def build_mask(query: Rows, key: Rows, rule: Rule) -> Tensor:
     """(B, Q) and (B, S) attributes -> (B, Q, S) bool, true where attention is allowed.
 
-    Rows of different documents never see each other; padding sees only its own row, so that no softmax is empty.
+    Rows of different documents never see each other; padding sees only its own row, so that no
+    softmax is empty.
     """
     q = Rows(*(value[:, :, None] for value in (query.position, query.document, query.step)))
     k = Rows(*(value[:, None, :] for value in (key.position, key.document, key.step)))
@@ -60,7 +62,9 @@ def build_mask(query: Rows, key: Rows, rule: Rule) -> Tensor:
 
 def sequence_rows(document_ids: Tensor, step: int = 0) -> Rows:
     """Attributes of one pass over a (B, T) batch of packed documents."""
-    position = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    position = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(
+        document_ids
+    )
     return Rows(position, document_ids, torch.full_like(document_ids, step))
 
 
@@ -73,5 +77,10 @@ def causal_mask(document_ids: Tensor) -> Tensor:
 def unrolled_mask(document_ids: Tensor, steps: int) -> Tensor:
     """The whole (B, T·steps, T·steps) training-time-test mask: the slow twin, for tests only."""
     parts = [sequence_rows(document_ids, step) for step in range(steps)]
-    rows = Rows(*(torch.cat([getattr(p, f) for p in parts], dim=1) for f in ("position", "document", "step")))
+    rows = Rows(
+        *(
+            torch.cat([getattr(p, f) for p in parts], dim=1)
+            for f in ("position", "document", "step")
+        )
+    )
     return build_mask(rows, rows, training_time_test)

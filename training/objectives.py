@@ -1,9 +1,11 @@
 """Objectives: the unrolled loss of each family, as the module that accelerate prepares.
 
-``forward`` holds the whole unroll, so data-parallel wrappers see every gradient. It returns the loss *summed* over
-supervised tokens (the loop divides by their global count) and metrics as ``name_sum`` / ``name_count`` pairs.
+``forward`` holds the whole unroll, so data-parallel wrappers see every gradient. It returns the
+loss *summed* over supervised tokens (the loop divides by their global count) and metrics as
+``name_sum`` / ``name_count`` pairs.
 
-Legend: B batch, T sequence, n supervised labels, D hidden, K steps or heads, V / Vd target / draft vocabulary.
+Legend: B batch, T sequence, n supervised labels, D hidden, K steps or heads, V / Vd target / draft
+vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from drafters import Drafter, Eagle3Drafter, MedusaDrafter
 from drafters.layers import repeat_heads
 from training import losses
-from training.alignment import Labels, draft_rows, shifted_tokens, supervised_labels
+from training.alignment import draft_rows, shifted_tokens, supervised_labels
 from training.chunked import Metrics, chunked_sum, plain_sum
 from training.features import TargetBatch
 from training.masks import causal_mask
@@ -28,7 +30,8 @@ class ObjectiveOptions:
 
     Attributes:
         loss: name in ``losses.DISTILLATION``.
-        steps: K, training-time-test steps of a sequential head (ignored by independent heads, which have K heads).
+        steps: K, training-time-test steps of a sequential head (ignored by independent heads, which
+            have K heads).
         decay: weight of depth i is decay^i, scaled to sum 1.
         confidence_weight: weight of the confidence loss, where the head carries one.
         chunk: label rows whose vocabulary-sized tensors are alive at once; 0 takes all at once.
@@ -43,9 +46,20 @@ class ObjectiveOptions:
     def __post_init__(self) -> None:
         """Raise ValueError naming a field that is out of range."""
         if self.loss not in losses.DISTILLATION:
-            raise ValueError(f"objective.loss {self.loss!r} is unknown: choose one of {sorted(losses.DISTILLATION)}")
-        if self.steps < 1 or not 0 < self.decay <= 1 or self.chunk < 0 or self.confidence_weight < 0:
-            raise ValueError(f"objective: steps >= 1, 0 < decay <= 1, chunk >= 0, confidence_weight >= 0, got {self}")
+            raise ValueError(
+                f"objective.loss {self.loss!r} is unknown: choose one of "
+                f"{sorted(losses.DISTILLATION)}"
+            )
+        if (
+            self.steps < 1
+            or not 0 < self.decay <= 1
+            or self.chunk < 0
+            or self.confidence_weight < 0
+        ):
+            raise ValueError(
+                "objective: steps >= 1, 0 < decay <= 1, chunk >= 0, confidence_weight >= 0, got "
+                f"{self}"
+            )
 
 
 class Objective(nn.Module, ABC):
@@ -63,7 +77,10 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, data: TargetBatch) -> list[Tensor]:
-        """Draft hidden states of every depth, each (B, T, D): row t of depth i drafts token t+2+i."""
+        """Draft hidden states of every depth, each (B, T, D):
+
+        Row t of depth i drafts token t+2+i.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -84,11 +101,13 @@ class Objective(nn.Module, ABC):
         batch = data.batch
         labels = supervised_labels(batch.input_ids, batch.document_ids, batch.supervised)
         hidden = self.unroll(data)
-        if not labels.positions.numel():  # keeps every parameter in the graph for data-parallel wrappers
-            zero = sum(h.sum() for h in hidden) * 0 + sum(p.sum() for p in self.head_parameters()) * 0
-            return zero, {}
+        if not labels.positions.numel():  # all parameters stay in the graph, for data parallelism
+            every = [*hidden, *self.head_parameters()]
+            return torch.stack([tensor.sum() for tensor in every]).sum() * 0, {}
         aligned = [draft_rows(labels, batch.document_ids, depth) for depth in range(self.depths)]
-        rows = [h.flatten(0, 1)[index] for h, (index, _) in zip(hidden, aligned, strict=True)]  # K x (n, D)
+        rows = [
+            h.flatten(0, 1)[index] for h, (index, _) in zip(hidden, aligned, strict=True)
+        ]  # K x (n, D)
         valid = torch.stack([mask for _, mask in aligned])  # (K, n)
         teacher = data.last_hidden.flatten(0, 1)[labels.teacher_rows]  # (n, D)
 
@@ -99,7 +118,9 @@ class Objective(nn.Module, ABC):
             return chunked_sum(chunk_loss, rows, self.head_parameters(), self.options.chunk)
         return plain_sum(chunk_loss, rows)
 
-    def _chunk_loss(self, hidden: list[Tensor], teacher: Tensor, valid: Tensor) -> tuple[Tensor, Metrics]:
+    def _chunk_loss(
+        self, hidden: list[Tensor], teacher: Tensor, valid: Tensor
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of a few labels.
 
         Args:
@@ -131,7 +152,9 @@ class Objective(nn.Module, ABC):
 
     @torch.no_grad()
     def _teacher_law(self, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """(m, D) -> exact p over the draft vocabulary (m, Vd), not renormalised, and its argmax over V (m,)."""
+        """(m, D) -> exact p over the draft vocabulary (m, Vd), not renormalised, and its argmax
+        over V (m,).
+        """
         logits = self.drafter.target.project(teacher.to(self.drafter.target.dtype))  # (m, V)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         best = wide.argmax(-1)
@@ -141,7 +164,9 @@ class Objective(nn.Module, ABC):
         return (wide[:, self.drafter.draft_vocab] - normaliser).exp(), best
 
     @torch.no_grad()
-    def _metrics(self, logits: Tensor, p: Tensor, best: Tensor, mask: Tensor, depth: int) -> tuple[Metrics, Tensor]:
+    def _metrics(
+        self, logits: Tensor, p: Tensor, best: Tensor, mask: Tensor, depth: int
+    ) -> tuple[Metrics, Tensor]:
         """Sums per depth, and the confidence label 1 - ½‖p-q‖₁ of each row (m,)."""
         q = logits.softmax(-1, dtype=p.dtype)
         label = losses.overlap(q, p)
@@ -160,8 +185,9 @@ class Objective(nn.Module, ABC):
 class StepAttention:
     """Attention of EAGLE-3's training-time test (arXiv:2503.01840), one call per step.
 
-    Step i, row t, attends to the step-0 keys of rows <= t of its document and to the keys of row t of steps 1..i.
-    The scores are T x T plus i diagonals, never (T·steps)²; ``masks.unrolled_mask`` is the definition.
+    Step i, row t, attends to the step-0 keys of rows <= t of its document and to the keys of row t
+    of steps 1..i. The scores are T x T plus i diagonals, never (T·steps)²; ``masks.unrolled_mask``
+    is the definition.
 
     Args:
         document_ids: (B, T).
@@ -178,13 +204,19 @@ class StepAttention:
         self.keys.append(repeat_heads(k, groups))
         self.values.append(repeat_heads(v, groups))
         if len(self.keys) == 1:
-            return F.scaled_dot_product_attention(q, self.keys[0], self.values[0], attn_mask=self.mask)
+            return F.scaled_dot_product_attention(
+                q, self.keys[0], self.values[0], attn_mask=self.mask
+            )
         scale = q.shape[-1] ** -0.5
         context = (q @ self.keys[0].transpose(-1, -2)) * scale  # (B, H, T, T)
         context = context.masked_fill(~self.mask, float("-inf"))
-        own = torch.stack([(q * key).sum(-1) for key in self.keys[1:]], dim=-1) * scale  # (B, H, T, i)
+        own = (
+            torch.stack([(q * key).sum(-1) for key in self.keys[1:]], dim=-1) * scale
+        )  # (B, H, T, i)
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights = torch.cat((context, own.to(context.dtype)), dim=-1).softmax(-1, dtype=wide).to(v.dtype)
+        weights = (
+            torch.cat((context, own.to(context.dtype)), dim=-1).softmax(-1, dtype=wide).to(v.dtype)
+        )
         length = self.keys[0].shape[2]
         out = weights[..., :length] @ self.values[0]
         for step, value in enumerate(self.values[1:]):
@@ -198,7 +230,10 @@ class Eagle3Objective(Objective):
     drafter: Eagle3Drafter
 
     def unroll(self, data: TargetBatch) -> list[Tensor]:
-        """K steps: step i feeds token t+1+i and the previous step's own feature, at rotary position t+i."""
+        """K steps:
+
+        Step i feeds token t+1+i and the previous step's own feature, at rotary position t+i.
+        """
         assert data.features is not None
         batch = data.batch
         attend = StepAttention(batch.document_ids)

@@ -12,7 +12,8 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, git commit (with a mark if the tree was changed) and command line of this process."""
+    """Versions, git commit (with a mark if the tree was changed) and command line of this "
+    "process."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": _commit(),

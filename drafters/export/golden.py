@@ -116,8 +116,11 @@ def _eagle3_chain(drafter: Eagle3Drafter, features: Tensor, token_ids: Tensor) -
 
 @contextmanager
 def _aligned(drafter: Drafter) -> Iterator[None]:
-    """Compute with copies of the tensors: those that live in a mapped file are not aligned, and BLAS
-    rounds differently then, so that equal heads would not give equal logits."""
+    """Compute with copies of the tensors.
+
+    Those that live in a mapped file are not aligned, BLAS rounds differently then, and equal heads
+    would not give equal logits.
+    """
     tensors = [*drafter.parameters(), *drafter.buffers()]
     mapped = [tensor.data for tensor in tensors]
     for tensor in tensors:

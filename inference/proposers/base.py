@@ -1,7 +1,8 @@
 """What every proposer is given and gives back.
 
-State of a round: committed tokens x_0..x_a. x_a was just emitted and has no target hidden state yet; target hidden
-states exist for positions < a. A proposer works from that state and nothing else.
+State of a round: committed tokens x_0..x_a. x_a was just emitted and has no target hidden state
+yet; target hidden states exist for positions < a. A proposer works from that state and nothing
+else.
 
 Legend: F·D captured features, D hidden.
 """
@@ -23,8 +24,8 @@ class RowState:
 
     Attributes:
         tokens: committed tokens x_0..x_a.
-        features: (n, F·D) captured layers of the n positions a-n..a-1 committed since the last call; None if the
-            proposer asked for no layers.
+        features: (n, F·D) captured layers of the n positions a-n..a-1 committed since the last
+            call; None if the proposer asked for no layers.
         hidden: (n, D) last hidden states of the same positions.
         max_depth: drafting deeper than this is wasted, the sequence ends there.
     """
@@ -44,9 +45,14 @@ class Proposer(Protocol):
         ...
 
     def start(self, batch_size: int, timer: PhaseTimer) -> None:
-        """Forget everything and prepare for ``batch_size`` sequences; network time is charged to "draft"."""
+        """Forget everything and prepare for ``batch_size`` sequences;
+
+        Network time is charged to "draft".
+        """
         ...
 
-    def propose(self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str) -> list[TokenTree | None]:
+    def propose(
+        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
+    ) -> list[TokenTree | None]:
         """One tree for each sequence; None stands for a sequence that has ended."""
         ...

@@ -1,7 +1,7 @@
 """Keys and values of a sequential head: committed rows, plus the rows of the tree being grown.
 
-Committed rows hold true target features and are kept; tree rows hold the head's own features and are dropped at the
-end of each round, so rejected drafts can never be attended to later.
+Committed rows hold true target features and are kept; tree rows hold the head's own features and
+are dropped at the end of each round, so rejected drafts can never be attended to later.
 
 Legend: H query heads, Hkv key/value heads, n new rows, S all rows, d head size.
 """
@@ -28,7 +28,8 @@ class DraftCache:
         self._ancestors = torch.zeros(0, 0, dtype=torch.bool)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of newly committed rows, causal over everything committed; drops the tree of the last round.
+        """Attention of newly committed rows, causal over everything committed; drops the tree of
+        the last round.
 
         Args:
             q: (1, H, n, d).
@@ -47,7 +48,8 @@ class DraftCache:
         return _attend(q, keys, values, causal)
 
     def tree_step(self, parents: Tensor) -> Attend:
-        """Attention of one level of tree rows: each sees the committed rows, its ancestors and itself.
+        """Attention of one level of tree rows: each sees the committed rows, its ancestors and
+        itself.
 
         Args:
             parents: (n,) tree row of each node's parent, -1 where the parent is the committed root.
@@ -76,7 +78,9 @@ class DraftCache:
         end = start + k.shape[2]
         if self._keys is None or self._values is None or end > self._keys.shape[2]:
             capacity = -(-end // _BLOCK) * _BLOCK + _BLOCK
-            self._keys, self._values = (_grown(old, new, capacity) for old, new in ((self._keys, k), (self._values, v)))
+            self._keys, self._values = (
+                _grown(old, new, capacity) for old, new in ((self._keys, k), (self._values, v))
+            )
         self._keys[:, :, start:end] = k
         self._values[:, :, start:end] = v
         return self._keys[:, :, :end], self._values[:, :, :end]
@@ -91,4 +95,6 @@ def _grown(old: Tensor | None, like: Tensor, capacity: int) -> Tensor:
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     groups = q.shape[1] // keys.shape[1]
-    return F.scaled_dot_product_attention(q, repeat_heads(keys, groups), repeat_heads(values, groups), attn_mask=mask)
+    return F.scaled_dot_product_attention(
+        q, repeat_heads(keys, groups), repeat_heads(values, groups), attn_mask=mask
+    )

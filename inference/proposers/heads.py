@@ -49,7 +49,12 @@ def proposal_kind(rule: str, sampling: SamplingParams) -> Proposal:
 
 
 def node_scores(
-    logits: Tensor, draft_vocab: Tensor | None, sampling: SamplingParams, kind: Proposal, position: int, sharpness: float
+    logits: Tensor,
+    draft_vocab: Tensor | None,
+    sampling: SamplingParams,
+    kind: Proposal,
+    position: int,
+    sharpness: float,
 ) -> Tensor:
     """Log-score of every draft token as a child, for deterministic and coupled proposals.
 
@@ -57,7 +62,8 @@ def node_scores(
         logits: (F, Vd) of nodes at one depth.
         draft_vocab: (Vd,) absolute ids, or None for the whole vocabulary.
         sampling: temperature scales the draft law as it does the target's.
-        kind: ONE_HOT scores by log q; COUPLED by how likely log q + noise is to be the target's argmax too.
+        kind: ONE_HOT scores by log q; COUPLED by how likely log q + noise is to be the target's
+            argmax too.
         position: absolute position the children would take.
         sharpness: s of softmax((log q + g) / s); models the error of the head's log-ratios.
 
@@ -67,7 +73,11 @@ def node_scores(
     scaled = logits.float() / (sampling.temperature or 1.0)
     log_q = scaled.log_softmax(-1)
     if kind is Proposal.COUPLED and sampling.temperature > 0:
-        ids = draft_vocab if draft_vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
+        ids = (
+            draft_vocab
+            if draft_vocab is not None
+            else torch.arange(logits.shape[-1], device=logits.device)
+        )
         noise = gumbel_at(sampling.seed, position, ids)  # (Vd,), the target's own
         return ((log_q.double() + noise) / sharpness).log_softmax(-1).float()
     return log_q
@@ -76,9 +86,10 @@ def node_scores(
 class Eagle3Proposer:
     """EAGLE-2's dynamic tree (arXiv:2406.16858) over EAGLE-3's draft steps.
 
-    Each level runs the best ``top_k`` nodes of the level before, every one of them proposes ``top_k`` children, and at
-    the end the best ``size`` of all are kept. Drawn trees (``rejection``) spread ``size`` evenly over the levels
-    instead, because a drawn token may not be dropped.
+    Each level runs the best ``top_k`` nodes of the level before, every one of them proposes
+    ``top_k`` children, and at the end the best ``size`` of all are kept. Drawn trees
+    (``rejection``) spread ``size`` evenly over the levels instead, because a drawn token may not be
+    dropped.
 
     Args:
         drafter: attached head.
@@ -89,10 +100,18 @@ class Eagle3Proposer:
     """
 
     def __init__(
-        self, drafter: Eagle3Drafter, size: int = 32, depth: int = 5, top_k: int = 8, sharpness: float = 0.8
+        self,
+        drafter: Eagle3Drafter,
+        size: int = 32,
+        depth: int = 5,
+        top_k: int = 8,
+        sharpness: float = 0.8,
     ) -> None:
         if size < 2 or depth < 1 or top_k < 1:
-            raise ValueError(f"draft tree: size >= 2, depth >= 1 and top_k >= 1 are needed, got {size}, {depth}, {top_k}")
+            raise ValueError(
+                f"draft tree: size >= 2, depth >= 1 and top_k >= 1 are needed, got {size}, "
+                f"{depth}, {top_k}"
+            )
         self.drafter = drafter
         self.size, self.depth, self.top_k, self.sharpness = size, depth, top_k, sharpness
         self._caches: list[DraftCache] = []
@@ -108,7 +127,9 @@ class Eagle3Proposer:
         self._caches = [DraftCache() for _ in range(batch_size)]
         self._timer = timer
 
-    def propose(self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str) -> list[TokenTree | None]:
+    def propose(
+        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
+    ) -> list[TokenTree | None]:
         """Absorb newly committed features and grow a tree for each sequence."""
         kind = proposal_kind(rule, sampling)
         return [
@@ -121,7 +142,8 @@ class Eagle3Proposer:
         """Step 0 on the newly committed positions.
 
         Returns:
-            Logits (1, Vd) of the next token and the next feature (1, D), both from the last position.
+            Logits (1, Vd) of the next token and the next feature (1, D), both from the last
+            position.
         """
         assert state.features is not None
         start, last = cache.length, len(state.tokens) - 1
@@ -153,27 +175,41 @@ class Eagle3Proposer:
         """
         positions = torch.full((1, len(tokens)), position, device=tokens.device)
         with self._timer.phase("draft"):
-            hidden, following = self.drafter(feature[None], tokens[None], positions, cache.tree_step(parents))
+            hidden, following = self.drafter(
+                feature[None], tokens[None], positions, cache.tree_step(parents)
+            )
             return self.drafter.logits(hidden[0]), following[0]
 
-    def _grow(self, cache: DraftCache, state: RowState, sampling: SamplingParams, kind: Proposal) -> TokenTree:
+    def _grow(
+        self, cache: DraftCache, state: RowState, sampling: SamplingParams, kind: Proposal
+    ) -> TokenTree:
         logits, feature = self.absorb(cache, state)
         depth = min(self.depth, state.max_depth)
         root = len(state.tokens) - 1  # absolute position a
         tree = _GrowingTree(self, state.tokens[-1], root, sampling, kind, depth, logits.device)
         tree.add_children(torch.zeros(1, dtype=torch.int64, device=logits.device), logits)
-        rows = torch.full((1,), -1, device=logits.device)  # tree row of each candidate node; the root has none
+        rows = torch.full(
+            (1,), -1, device=logits.device
+        )  # tree row of each candidate node; the root has none
         features = feature[:0]  # (tree rows, D)
         for level in range(1, depth):
             frontier = tree.frontier()
             if not len(frontier):
                 break
             above = rows[tree.candidates.parents[frontier]]
-            inputs = torch.where((above >= 0)[:, None], features[above], feature) if len(features) else feature
+            inputs = (
+                torch.where((above >= 0)[:, None], features[above], feature)
+                if len(features)
+                else feature
+            )
             inputs = inputs.expand(len(frontier), -1)
-            logits, new = self.step(cache, inputs, tree.candidates.tokens[frontier], above, root - 1 + level)
+            logits, new = self.step(
+                cache, inputs, tree.candidates.tokens[frontier], above, root - 1 + level
+            )
             rows = torch.cat((rows, rows.new_full((len(tree.candidates.tokens) - len(rows),), -1)))
-            rows[frontier] = torch.arange(len(features), len(features) + len(frontier), device=rows.device)
+            rows[frontier] = torch.arange(
+                len(features), len(features) + len(frontier), device=rows.device
+            )
             features = torch.cat((features, new))
             tree.add_children(frontier, logits)
         return tree.finish()
@@ -193,7 +229,12 @@ class _GrowingTree:
         device: torch.device,
     ) -> None:
         self.candidates = Candidates.root(token, device)
-        self.options, self.drafter, self.sampling, self.kind = options, options.drafter, sampling, kind
+        self.options, self.drafter, self.sampling, self.kind = (
+            options,
+            options.drafter,
+            sampling,
+            kind,
+        )
         self.root, self.depth = root, depth
         self.level_start, self.levels = 0, 0
         self.per_level = max(1, (options.size - 1) // max(depth, 1))
@@ -224,14 +265,18 @@ class _GrowingTree:
             self.options.sharpness,
         )
         best = scores.topk(min(self.options.top_k, scores.shape[-1]))
-        self.candidates = expand(self.candidates, frontier, self.drafter.to_target_ids(best.indices), best.values)
+        self.candidates = expand(
+            self.candidates, frontier, self.drafter.to_target_ids(best.indices), best.values
+        )
 
     def _draw_children(self, frontier: Tensor, logits: Tensor) -> None:
         """Draw without replacement from the warped draft law; each node has noise of its own."""
         count = 1 if self.options.top_k == 1 else max(1, round(self.per_level / len(frontier)))
         laws = probabilities(logits, self.sampling)  # (F, Vd)
         for node, law in zip(frontier.tolist(), laws, strict=True):
-            noise = gumbel(self.sampling.seed, (self.root << 20) + node, len(law), law.device, Stream.DRAFT)
+            noise = gumbel(
+                self.sampling.seed, (self.root << 20) + node, len(law), law.device, Stream.DRAFT
+            )
             drawn = draw_top(law, noise, count)
             tokens = self.drafter.to_target_ids(drawn)[None]
             parent = torch.tensor([node], device=logits.device)
@@ -243,7 +288,9 @@ class _GrowingTree:
         if self.kind is not Proposal.DENSE:
             return rerank(self.candidates, self.options.size - 1, self.kind)[0]
         vocab_size = self.drafter.config.vocab_size
-        probs = torch.zeros(len(self.candidates.tokens), vocab_size, device=self.candidates.tokens.device)
+        probs = torch.zeros(
+            len(self.candidates.tokens), vocab_size, device=self.candidates.tokens.device
+        )
         columns = self.drafter.draft_vocab
         for node, law in self.laws.items():
             if columns is None:
@@ -256,8 +303,9 @@ class _GrowingTree:
 class MedusaProposer:
     """Medusa's static tree (arXiv:2401.10774): the shape is fixed, the tokens come from the heads.
 
-    A node at depth d takes the rank of its place in the shape among head d-1's candidates. Under ``rejection`` at a
-    temperature the candidates stay deterministic, which the rule verifies as one-hot proposals.
+    A node at depth d takes the rank of its place in the shape among head d-1's candidates. Under
+    ``rejection`` at a temperature the candidates stay deterministic, which the rule verifies as
+    one-hot proposals.
 
     Args:
         drafter: attached head.
@@ -265,7 +313,9 @@ class MedusaProposer:
         size: nodes of the default shape, root included.
     """
 
-    def __init__(self, drafter: MedusaDrafter, shape: StaticTree | None = None, size: int = 32) -> None:
+    def __init__(
+        self, drafter: MedusaDrafter, shape: StaticTree | None = None, size: int = 32
+    ) -> None:
         self.drafter = drafter
         if shape is None and drafter.config.tree is not None:
             shape = static_tree([tuple(path) for path in drafter.config.tree])
@@ -281,7 +331,9 @@ class MedusaProposer:
         """Medusa keeps nothing between rounds."""
         self._timer = timer
 
-    def propose(self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str) -> list[TokenTree | None]:
+    def propose(
+        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
+    ) -> list[TokenTree | None]:
         """Fill the shape for each sequence."""
         kind = proposal_kind(rule, sampling)
         kind = Proposal.ONE_HOT if kind is Proposal.DENSE else kind
@@ -298,7 +350,11 @@ class MedusaProposer:
         with self._timer.phase("draft"):
             dtype = next(drafter.blocks.parameters()).dtype
             rows = drafter(state.hidden[-1:].to(dtype)) if heads else None  # (K, 1, D)
-            logits = [drafter.logits(rows[head], head) for head in range(heads)] if rows is not None else []
+            logits = (
+                [drafter.logits(rows[head], head) for head in range(heads)]
+                if rows is not None
+                else []
+            )
         for head, row in enumerate(logits):
             position = len(state.tokens) + head
             scores = node_scores(row, drafter.draft_vocab, sampling, kind, position, 1.0)
@@ -309,8 +365,8 @@ class MedusaProposer:
 
 
 def default_medusa_tree(num_heads: int, size: int) -> StaticTree:
-    """The optimal shape for a generic profile: the best token of head k is right 0.5·0.8^k of the time, rank r a
-    (r+1)^1.5-th of that. Fit one to your head's measured accuracies for more.
+    """The optimal shape for a generic profile: the best token of head k is right 0.5·0.8^k of the
+    time, rank r a (r+1)^1.5-th of that. Fit one to your head's measured accuracies for more.
     """
     ranks = min(max(size - 1, 1), 20)
     heads, rank = torch.arange(num_heads)[:, None], torch.arange(ranks)[None]
@@ -323,7 +379,8 @@ def build_proposer(drafter: Drafter, size: int = 32, depth: int = 5, top_k: int 
     Args:
         drafter: attached head.
         size: nodes verified per round, root included.
-        depth: longest drafted path (sequential heads; an independent head's depth is its number of heads).
+        depth: longest drafted path (sequential heads; an independent head's depth is its number of
+            heads).
         top_k: branching (sequential heads).
 
     Raises:

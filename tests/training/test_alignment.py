@@ -185,7 +185,7 @@ def surprise_toy(length: int, first_label: int, generator: torch.Generator) -> T
 
 
 def future_toy(length: int, offset: int, generator: torch.Generator) -> TargetBatch:
-    """For Medusa: the hidden state at t knows x_{t+1}, and of the later tokens only x_{t+offset}."""
+    """For Medusa: the hidden state at t knows x_{t+1} and, of what follows, only x_{t+offset}."""
     ids = stream(48, length, generator)
     hidden = codes(ids[:, 1 : length + 1], ids[:, offset : length + offset])
     return toy_batch(ids, hidden, hidden, 1)
@@ -271,7 +271,7 @@ def test_eagle3_with_features_one_row_late_cannot() -> None:
 
 def test_eagle3_second_step_gets_the_row_s_own_past_not_a_new_feature() -> None:
     """At depth 1 the row holds the feature of x_{j-3}, which here knows x_{j-1} but not x_j."""
-    losses = train(eagle_objective(2), lambda g: feature_toy(4, 3, g), 200)
+    losses = train(eagle_objective(2), lambda g: feature_toy(4, 3, g), 350)
     assert losses[0] < SOLVED
     assert losses[1] > STUCK
 

@@ -236,7 +236,7 @@ def test_row_without_any_known_column_is_refused(tokenizer: PreTrainedTokenizerF
 
 
 def test_prompt_only_row_is_refused_with_its_cure(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A prompt has no answer to learn from: the message must not list `prompt` as what is missing."""
+    """There is nothing to learn from a prompt alone, and `prompt` is not what it lacks."""
     with pytest.raises(MaskError, match="regenerate"):
         encode_row(tokenizer, {"prompt": "hello"})
 
@@ -254,7 +254,7 @@ def test_prompt_only_row_is_refused_with_its_cure(tokenizer: PreTrainedTokenizer
     ids=["empty", "role", "none", "no content", "no role", "parts"],
 )
 def test_malformed_messages_are_refused(messages: list) -> None:
-    with pytest.raises(MaskError, match="messages is empty|message 0"):
+    with pytest.raises(MaskError, match=r"messages is empty|message 0"):
         check_messages(messages)
 
 

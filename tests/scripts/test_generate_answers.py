@@ -1,0 +1,167 @@
+"""Answers by the target itself: exact ids, continued after a cut or Ctrl-C."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from drafters import TargetModel
+from scripts import generate_answers as script
+from scripts.common import run
+from tests.tiny import save_tiny_target
+
+PROMPTS = ["Name a colour.", "two plus two?", "Say hello", "why", "Count to five, please."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and a file of prompts, one row of each kind that is taken."""
+    folder = tmp_path_factory.mktemp("answers")
+    save_tiny_target(folder / "target", dtype=torch.float32)
+    rows: list[dict] = [{"prompt": text, "category": "qa"} for text in PROMPTS[:3]]
+    rows.append({"turns": [PROMPTS[3], "ignored"]})
+    rows.append(
+        {
+            "messages": [
+                {"role": "user", "content": PROMPTS[4]},
+                {"role": "assistant", "content": "an old answer"},
+            ]
+        }
+    )
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text(text)
+    return folder
+
+
+def arguments(folder: Path, out: Path, *rest: object) -> list[str]:
+    paths = ["--target", folder / "target", "--prompts", folder / "prompts.jsonl", "--out", out]
+    return [str(a) for a in [*paths, "--max-new-tokens", 12, "--batch-size", 2, *rest]]
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_every_prompt_is_answered_by_the_target(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    script.main(arguments(folder, out))
+    record = last_json(capsys)
+    assert (record["prompts"], record["written"], record["answers"]) == (5, 5, 5)
+
+    target = TargetModel.load(str(folder / "target"))
+    rows = {row["messages"][0]["content"]: row for row in records(out)}
+    assert rows.keys() == set(PROMPTS)
+    assert rows[PROMPTS[0]]["category"] == "qa"
+    for prompt, row in rows.items():
+        user, assistant = row["messages"]
+        ids = target.tokenizer.apply_chat_template(
+            [user], add_generation_prompt=True, return_dict=False
+        )
+        alone = target.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=12,
+            do_sample=False,
+        )[0, len(ids) :].tolist()
+        assert (user["content"], row["prompt_ids"], row["answer_ids"]) == (prompt, ids, alone)
+        text = target.tokenizer.decode(alone, skip_special_tokens=True)
+        assert assistant == {"role": "assistant", "content": text}
+
+
+def test_a_cut_last_line_is_answered_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    script.main(arguments(folder, whole))
+    lines = whole.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    capsys.readouterr()
+
+    script.main(arguments(folder, cut))
+    record = last_json(capsys)
+    assert (record["written"], record["answers"]) == (3, 5)
+    assert {row["id"]: row for row in records(cut)} == {row["id"]: row for row in records(whole)}
+
+
+def test_a_finished_file_is_left_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    script.main(arguments(folder, out))
+    before = out.read_bytes()
+    script.main(arguments(folder, out))
+    assert last_json(capsys)["written"] == 0
+    assert out.read_bytes() == before
+
+
+def test_limit_takes_the_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.main(arguments(folder, tmp_path / "out.jsonl", "--limit", 2))
+    assert last_json(capsys)["prompts"] == 2
+    found = {row["messages"][0]["content"] for row in records(tmp_path / "out.jsonl")}
+    assert found == set(PROMPTS[:2])
+
+
+def test_sampling_depends_on_the_seed_alone(folder: Path, tmp_path: Path) -> None:
+    answers = []
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / f"{number}.jsonl"
+        script.main(arguments(folder, out, "--temperature", 2.0, "--seed", seed))
+        answers.append([row["answer_ids"] for row in records(out)])
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (("--limit", 0), "--limit must be at least 1"),
+        (("--temperature", -1), "temperature must be at least 0"),
+        (("--prompts", "nowhere.jsonl"), "cannot read 'nowhere.jsonl'"),
+        (("--target", "no/such/target"), "target 'no/such/target'"),
+    ],
+)
+def test_errors_are_one_line(
+    folder: Path,
+    tmp_path: Path,
+    rest: tuple[object, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        run(lambda: script.main(arguments(folder, tmp_path / "out.jsonl", *rest)))
+    assert exit_info.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_an_interrupt_keeps_what_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    generate = LlamaForCausalLM.generate
+    calls = []
+
+    def stop_at_the_second(self: object, *args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "generate", stop_at_the_second)
+        with pytest.raises(SystemExit) as exit_info:
+            run(lambda: script.main(arguments(folder, out)))
+    assert exit_info.value.code == 130
+    assert len(records(out)) == 2
+    script.main(arguments(folder, out))
+    assert len(records(out)) == 5
