@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,8 @@ from typing import Any, NoReturn
 import torch
 import transformers
 
-from drafters import TargetModel, load_drafter
+from drafters import TargetModel
+from drafters.export import read_head
 from inference.evaluation import Prompt
 from inference.proposers import Proposer, build_proposer
 from inference.sampling import SamplingParams
@@ -147,7 +149,7 @@ def load_target(args: argparse.Namespace) -> TargetModel:
 
 def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
     """The head, in the target's dtype, and the tree options."""
-    drafter = load_drafter(args.head, target, dtype=target.dtype)
+    drafter = read_head(args.head, target, target.dtype)
     return build_proposer(drafter, args.size, args.depth, args.branch)
 
 
@@ -193,9 +195,10 @@ def load_prompts(path: str, limit: int | None = None) -> list[dict[str, Any]]:
             rows.append(_prompt_row(row, number))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"--prompts {path}, row {number}: {error}") from error
-    if cut := sum(len(row.get("turns") or ()) > 1 for row in raw):
-        print(f"{cut} prompts have several turns; only the first is used", file=sys.stderr)
-    return _spread(rows, limit)
+    places = _spread([row["category"] for row in rows], limit)
+    if cut := sum(len(raw[place].get("turns") or ()) > 1 for place in places):
+        print(f"prompts: {cut} have several turns; only the first is used", file=sys.stderr)
+    return [rows[place] for place in places]
 
 
 def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
@@ -247,11 +250,11 @@ def _prompt_row(row: dict[str, Any], number: int) -> dict[str, Any]:
     return {**named, "messages": messages}
 
 
-def _spread(rows: list[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
-    """At most `limit` rows: the first of every category, then the second of every one, ..."""
-    seen: dict[str, int] = {}
+def _spread(categories: Sequence[str], limit: int | None) -> list[int]:
+    """Places of at most `limit` rows: the first of every category, then the second, and so on."""
+    seen: Counter[str] = Counter()
     turns = []
-    for place, row in enumerate(rows):
-        seen[row["category"]] = seen.get(row["category"], 0) + 1
-        turns.append((seen[row["category"]], place))
-    return [rows[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
+    for place, category in enumerate(categories):
+        turns.append((seen[category], place))
+        seen[category] += 1
+    return sorted(place for _, place in sorted(turns)[:limit])

@@ -11,6 +11,7 @@ rounding (a near tie, counted), otherwise the exit code is 1. The last line is o
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """All options, and the threads in use, as plain values."""
-    used = {name: str(value) if name == "out" else value for name, value in vars(args).items()}
+    used = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
     return {**used, "threads": torch.get_num_threads()}
 
 

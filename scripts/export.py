@@ -11,7 +11,7 @@ refused. The last line is one JSON object.
 
 import torch
 
-from drafters import Drafter, TargetModel, load_drafter
+from drafters import Drafter, TargetModel
 from drafters.export import (
     FORMATS,
     Export,
@@ -19,6 +19,7 @@ from drafters.export import (
     check_golden,
     golden_inputs,
     golden_logits,
+    read_head,
     read_native,
     read_sglang,
     write_native,
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.with_embeddings and args.format != "sglang":
         raise ValueError("--with-embeddings has no effect on --format native: drop it")
     target = load_target(args)
-    head = load_drafter(args.head, target, dtype=target.dtype)
+    head = read_head(args.head, target, target.dtype)
     if args.format == "sglang":
         export = write_sglang(head, args.out, args.with_embeddings, provenance())
         again: Drafter = read_sglang(args.out, target)

@@ -41,6 +41,7 @@ from inference.law_check import (
 )
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
+from inference.stats import AcceptanceStats
 from inference.verify import RULES
 from scripts.common import (
     MODEL_OPTIONS,
@@ -159,7 +160,8 @@ def describe(check: dict[str, Any]) -> str:
         text = f"{check['samples']} samples in {check['cells']} cells, "
         text += f"chi-square {check['chi_square']:.1f}, p = {check['p_value']:.3g}"
         return f"{text}; {check['reason']}" if check["reason"] else text
-    text = f"{check['texts']} texts, {check['near_ties']} near ties"
+    text = f"{check['texts']} texts, {check['num_accepted_tokens']} draft tokens accepted, "
+    text += f"{check['near_ties']} near ties"
     for found in check["differences"]:
         text += f"\n  prompt {found['id']}, seed {found['seed']}, new token {found['position']}: "
         text += f"{found['expected']} -> {found['found']}, gap {found['gap']}"
@@ -180,6 +182,7 @@ def check_tokens(
 ) -> list[dict[str, Any]]:
     """Decode every prompt plainly once per sampling and compare every rule with it."""
     found: dict[str, list[dict[str, Any]]] = {rule: [] for rule in rules}
+    stats = {rule: AcceptanceStats() for rule in rules}
     jobs = [(prompt, sampling) for prompt in prompts for sampling in samplings]
     for prompt, sampling in tqdm(jobs, desc=name, unit="text", disable=None):
         plain = reference_text(target, prompt.ids, max_new_tokens, sampling).tokens
@@ -192,6 +195,7 @@ def check_tokens(
                 sampling=sampling,
                 rule=rule,
             )
+            stats[rule] = stats[rule].merge(result.stats)
             tokens = result.sequences[0]
             difference = explain_difference(target, prompt.ids, plain, tokens, sampling)
             if difference is not None:
@@ -202,6 +206,7 @@ def check_tokens(
             "rule": rule,
             "verdict": LOSSLESS if all(d["near_tie"] for d in found[rule]) else NOT_LOSSLESS,
             "texts": len(jobs),
+            "num_accepted_tokens": stats[rule].num_accepted_tokens,
             "near_ties": sum(d["near_tie"] for d in found[rule]),
             "differences": found[rule],
         }

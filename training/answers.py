@@ -10,6 +10,7 @@ token ids, so that a run stopped at any moment loses at most one batch and conti
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from tqdm.auto import tqdm
 
 from drafters import TargetModel
 from training.chat import encode_prompt
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,20 @@ def generate_answers(
     if not rows:
         raise ValueError("prompts: the dataset is empty")
     done = _finished_ids(out)
-    waiting = []
+    longest = min(options.max_prompt_tokens, target.max_length - options.max_new_tokens)
+    waiting, skipped = [], 0
     for row in rows:
         messages = prompt_messages(row)
         key = _row_id(messages, options)
         if key not in done:
             ids = encode_prompt(target.tokenizer, messages)
-            if len(ids) <= min(
-                options.max_prompt_tokens, target.max_length - options.max_new_tokens
-            ):
+            done.add(key)
+            if len(ids) <= longest:
                 waiting.append((key, messages, ids, row))
-                done.add(key)
+            else:
+                skipped += 1
+    if skipped:
+        logger.warning("left out %d prompts of more than %d tokens", skipped, longest)
     waiting.sort(key=lambda item: len(item[2]))
     written = 0
     out.parent.mkdir(parents=True, exist_ok=True)

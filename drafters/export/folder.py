@@ -76,9 +76,14 @@ def publish(folder: Path) -> Iterator[Path]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Save contiguous copies on the CPU, readable for everyone the folder is readable for."""
+    """Save copies on the CPU, readable for whom the folder is readable."""
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata)
-    path.chmod(0o666 & ~_umask())
+    share(path)
+
+
+def share(path: Path) -> None:
+    """Give a file, which safetensors makes private, the permissions of its folder."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -167,9 +172,3 @@ def _explain(folder: Path, error: Exception) -> str:
     else:
         cause = f"cannot write {folder}: {error}"
     return f"{cause}. What was there before is untouched"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

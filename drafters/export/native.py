@@ -15,6 +15,7 @@ from drafters.export.folder import (
     folder_bytes,
     publish,
     read_tensors,
+    share,
     write_json,
 )
 from drafters.export.golden import golden_inputs, golden_logits, write_golden
@@ -40,7 +41,7 @@ def write_native(
     """
     with publish(Path(folder)) as temporary:
         drafter.save_pretrained(temporary)
-        (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
+        share(temporary / WEIGHTS)
         write_golden(drafter, temporary)
         tensors = read_tensors(temporary / WEIGHTS)
         manifest = {

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from drafters.export import (
     check_golden,
     golden_inputs,
     golden_logits,
+    read_head,
     read_native,
     read_sglang,
     write_native,
@@ -537,6 +539,34 @@ def test_an_interrupt_leaves_the_former_export(
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
+def test_a_failing_rename_brings_the_former_export_back(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sglang(make_head(target), tmp_path / "head")
+    before = contents(tmp_path / "head")
+    replace = os.replace
+
+    def fail_to_publish(source: Path, destination: Path) -> None:
+        if source.name == ".head.writing":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail_to_publish)
+    with pytest.raises(ExportError, match=r"cannot write .*Input/output error"):
+        write_sglang(make_head(target, fc_norm=True), tmp_path / "head")
+    assert contents(tmp_path / "head") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "native"])
+def test_files_are_readable_for_the_server(
+    target: TargetModel, tmp_path: Path, dialect: str
+) -> None:
+    write(make_head(target), tmp_path / "head", dialect)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()}
+    assert modes == {(tmp_path / "head").stat().st_mode & 0o666}
+
+
 def test_a_kill_while_replacing_is_mended(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +604,25 @@ def test_a_folder_of_the_user_is_never_touched(
 
 
 # Native, and golden logits ----------------------------------------------------------------------
+
+
+def test_the_format_is_told_from_the_folder(target: TargetModel, tmp_path: Path) -> None:
+    head = make_head(target)
+    for dialect in ("sglang", "native"):
+        write(head, tmp_path / dialect, dialect)
+        again = read_head(tmp_path / dialect, target)
+        assert torch.equal(logits(again), logits(head))
+        assert read_head(tmp_path / dialect, target, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", [None, "{", "[]", "{}"])
+def test_what_is_no_head_is_refused(
+    target: TargetModel, tmp_path: Path, config: str | None
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"head .*no readable config"):
+        read_head(tmp_path, target)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])

@@ -187,7 +187,7 @@ def test_every_form_of_prompt_is_read(tmp_path: Path, capsys: pytest.CaptureFixt
         {"id": "4", "category": "all", "ids": [3, 4]},
         {"id": "5", "category": "all", "text": "once upon"},
     ]
-    assert capsys.readouterr().err == "1 prompts have several turns; only the first is used\n"
+    assert capsys.readouterr().err == "prompts: 1 have several turns; only the first is used\n"
 
 
 def test_other_files_are_read_as_data_sets(tmp_path: Path) -> None:

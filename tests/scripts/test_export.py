@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drafters import TargetModel, build_drafter
 from drafters.export import check_golden, read_native, read_sglang
@@ -68,6 +69,19 @@ def test_native(
     assert (record["served"], record["logits_equal"]) == (["headway"], True)
     target = TargetModel.load(str(folder / "target"))
     assert read_native(tmp_path / "out", target).family == head
+
+
+def test_an_export_can_be_exported_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.main(arguments(folder, "eagle3", "--format", "sglang", "--out", tmp_path / "first"))
+    again = ("--head", tmp_path / "first", "--format", "native", "--out", tmp_path / "second")
+    script.main(arguments(folder, "eagle3", *again))
+    assert last_json(capsys)["logits_equal"] is True
+    first, second = (
+        load_file(tmp_path / name / "golden.safetensors") for name in ("first", "second")
+    )
+    assert torch.equal(first["logits"], second["logits"])
 
 
 def test_the_summary_says_what_is_left_out(

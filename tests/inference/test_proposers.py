@@ -1,0 +1,209 @@
+"""Trees out of heads: draft steps with a cache equal the training pass, and rules get their kind."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters import Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
+from inference.proposers import Eagle3Proposer, MedusaProposer, RowState, build_proposer
+from inference.proposers.draft_cache import DraftCache
+from inference.proposers.heads import default_medusa_tree, node_scores, proposal_kind
+from inference.sampling import SamplingParams, gumbel_at, probabilities
+from inference.timing import PhaseTimer
+from inference.tree import Proposal, TokenTree, static_tree
+from tests.tiny import tiny_target
+from training.chat import TokenizedRow
+from training.data import collate
+from training.features import run_target
+from training.objectives import Eagle3Objective, ObjectiveOptions
+
+IDS = [7, 9, 30, 12, 41, 18, 22, 5, 33, 27, 14, 60]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def head(target: TargetModel) -> Eagle3Drafter:
+    head = build_drafter("eagle3", target, seed=3).double()
+    head.set_draft_vocab(torch.arange(target.vocab_size))
+    assert isinstance(head, Eagle3Drafter)
+    return head.eval()
+
+
+def row_state(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: int = 9) -> RowState:
+    """As after a prefill of all but the last token."""
+    out = target.forward(torch.tensor([ids[:-1]]), feature_layers=head.feature_layers)
+    assert out.features is not None
+    return RowState(list(ids), out.features[0], out.last_hidden[0], depth)
+
+
+def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: int) -> Tensor:
+    """Teacher-forced logits of step `depth` in the row of the last committed feature."""
+    objective = Eagle3Objective(head, ObjectiveOptions(steps=depth + 1))
+    data = run_target(
+        target, collate([[TokenizedRow(ids, [True] * len(ids))]], len(ids)), head.feature_layers
+    )
+    with torch.no_grad():
+        return head.logits(objective.unroll(data)[depth][0, len(ids) - 2 - depth])
+
+
+def start(proposer: Eagle3Proposer) -> DraftCache:
+    proposer.start(1, PhaseTimer())
+    return DraftCache()
+
+
+def test_tree_steps_equal_the_training_pass_on_every_path(
+    target: TargetModel, head: Eagle3Drafter
+) -> None:
+    proposer = Eagle3Proposer(head)
+    cache = start(proposer)
+    logits, feature = proposer.absorb(cache, row_state(target, head, IDS))
+    assert torch.allclose(logits[0], training_logits(target, head, IDS, 0), atol=1e-12)
+    first, second = torch.tensor([3, 50]), torch.tensor([8, 9, 70])
+    root = len(IDS) - 1
+    logits, features = proposer.step(
+        cache, feature.expand(2, -1), first, torch.tensor([-1, -1]), root
+    )
+    for row, token in enumerate(first.tolist()):
+        expected = training_logits(target, head, [*IDS, token], 1)
+        assert torch.allclose(logits[row], expected, atol=1e-12)
+    above = torch.tensor([0, 1, 1])  # tree rows: one child of 3, two of 50
+    logits, _ = proposer.step(cache, features[above], second, above, root + 1)
+    for row, (parent, token) in enumerate(zip(above.tolist(), second.tolist(), strict=True)):
+        expected = training_logits(target, head, [*IDS, int(first[parent]), token], 2)
+        assert torch.allclose(logits[row], expected, atol=1e-12)
+    wrong = training_logits(target, head, [*IDS, 3, 70], 2)
+    assert not torch.allclose(logits[2], wrong, atol=1e-6), "siblings must not see each other"
+
+
+def test_drafts_of_a_round_leave_no_trace(target: TargetModel, head: Eagle3Drafter) -> None:
+    proposer = Eagle3Proposer(head, size=12, depth=3, top_k=3)
+    proposer.start(1, PhaseTimer())
+    whole = row_state(target, head, IDS)
+    assert whole.features is not None
+    early = RowState(IDS[:7], whole.features[:6], whole.hidden[:6], 9)
+    proposer.propose([early], SamplingParams(), "match")
+    late = RowState(IDS, whole.features[6:], whole.hidden[6:], 9)
+    [after] = proposer.propose([late], SamplingParams(), "match")
+    proposer.start(1, PhaseTimer())
+    [fresh] = proposer.propose([whole], SamplingParams(), "match")
+    assert after is not None and fresh is not None
+    assert after.tokens.tolist() == fresh.tokens.tolist()
+    assert after.parents.tolist() == fresh.parents.tolist()
+
+
+def test_dynamic_tree_holds_the_most_probable_paths(
+    target: TargetModel, head: Eagle3Drafter
+) -> None:
+    """With full branching and two levels the tree can be enumerated by the training pass."""
+    proposer = Eagle3Proposer(head, size=6, depth=2, top_k=96)
+    proposer.start(1, PhaseTimer())
+    [tree] = proposer.propose([row_state(target, head, IDS)], SamplingParams(), "match")
+    assert tree is not None and tree.num_nodes == 6
+    top = training_logits(target, head, IDS, 0).log_softmax(-1)
+    scores = {(token,): float(top[token]) for token in range(96)}
+    for token in top.topk(8).indices.tolist():
+        below = training_logits(target, head, [*IDS, token], 1).log_softmax(-1)
+        scores |= {(token, child): float(top[token] + below[child]) for child in range(96)}
+    best = sorted(scores, key=lambda path: -scores[path])[:5]
+    found = {tuple(tree.token(n) for n in tree.path(node)[1:]) for node in range(1, 6)}
+    assert found == set(best)
+
+
+@pytest.mark.parametrize(("top_k", "chain"), [(1, True), (4, False)])
+def test_drawn_trees_record_their_law_and_drop_nothing(
+    target: TargetModel, head: Eagle3Drafter, top_k: int, chain: bool
+) -> None:
+    proposer = Eagle3Proposer(head, size=12, depth=3, top_k=top_k)
+    sampling = SamplingParams(temperature=1.0, top_k=20, seed=4)
+    proposer.start(1, PhaseTimer())
+    [tree] = proposer.propose([row_state(target, head, IDS)], sampling, "rejection")
+    assert tree is not None and tree.proposal is Proposal.DENSE and tree.draft_probs is not None
+    law = probabilities(training_logits(target, head, IDS, 0), sampling)
+    assert torch.allclose(tree.draft_probs[0].double(), law, atol=1e-7)
+    inner = [node for node in range(tree.num_nodes) if tree.children(node)]
+    assert all(abs(float(tree.draft_probs[node].sum()) - 1) < 1e-6 for node in inner)
+    for node in inner:
+        assert all(tree.draft_probs[node, tree.token(child)] > 0 for child in tree.children(node))
+    assert (tree.num_nodes == 4 and int(tree.depths.max()) == 3) == chain
+
+
+def test_drawn_children_follow_the_draft_law(target: TargetModel, head: Eagle3Drafter) -> None:
+    state = row_state(target, head, IDS)
+    law = probabilities(training_logits(target, head, IDS, 0), SamplingParams(1.0))
+    counts = torch.zeros(target.vocab_size)
+    for seed in range(600):
+        proposer = Eagle3Proposer(head, size=2, depth=1, top_k=1)
+        proposer.start(1, PhaseTimer())
+        [tree] = proposer.propose([state], SamplingParams(1.0, seed=seed), "rejection")
+        assert tree is not None
+        counts[tree.token(1)] += 1
+    best = law.topk(5).indices
+    expected, seen = 600 * law[best], counts[best]
+    spread = (600 * law[best] * (1 - law[best])).sqrt()
+    assert bool(((seen - expected).abs() < 5 * spread + 1).all())
+
+
+def test_coupled_children_are_the_top_of_log_q_plus_the_targets_noise() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 12, dtype=torch.float64)
+    sampling = SamplingParams(temperature=0.8, seed=11)
+    scores = node_scores(logits, None, sampling, Proposal.COUPLED, 40, 0.7)
+    noisy = (logits / 0.8).log_softmax(-1) + gumbel_at(11, 40, torch.arange(12))
+    assert scores.argsort(-1).tolist() == noisy.argsort(-1).tolist()
+    assert torch.allclose(scores.exp().sum(-1), torch.ones(3), atol=1e-5)
+    reduced = torch.tensor([2, 3, 7])
+    scores = node_scores(logits[:, :3], reduced, sampling, Proposal.COUPLED, 40, 0.7)
+    noisy = (logits[:, :3] / 0.8).log_softmax(-1) + gumbel_at(11, 40, reduced)
+    assert scores.argsort(-1).tolist() == noisy.argsort(-1).tolist()
+
+
+def test_proposal_kinds() -> None:
+    greedy, sampled = SamplingParams(), SamplingParams(1.0)
+    assert proposal_kind("match", sampled) is Proposal.ONE_HOT
+    assert proposal_kind("coupled", sampled) is Proposal.COUPLED
+    assert proposal_kind("rejection", sampled) is Proposal.DENSE
+    assert proposal_kind("rejection", greedy) is Proposal.ONE_HOT
+    with pytest.raises(ValueError, match="rule"):
+        proposal_kind("typical", sampled)
+
+
+def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
+    head = build_drafter("medusa", target, num_heads=2, draft_vocab_size=30).double()
+    head.set_draft_vocab(torch.arange(target.vocab_size).flip(0))
+    assert isinstance(head, MedusaDrafter)
+    for block in head.blocks.parameters():
+        torch.nn.init.normal_(block, std=0.3)
+    proposer = MedusaProposer(head, static_tree([(0,), (1,), (0, 0), (0, 2), (1, 0)]))
+    proposer.start(1, PhaseTimer())
+    hidden = torch.randn(3, target.hidden_size, dtype=torch.float64)
+    [tree] = proposer.propose([RowState(IDS, None, hidden, 9)], SamplingParams(), "match")
+    assert isinstance(tree, TokenTree)
+    rows = head(hidden[-1])
+    ranked = [
+        head.to_target_ids(head.logits(rows[k], k).argsort(descending=True)).tolist() for k in (0, 1)
+    ]
+    expected = [IDS[-1], ranked[0][0], ranked[0][1], ranked[1][0], ranked[1][2], ranked[1][0]]
+    assert tree.tokens.tolist() == expected
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2]
+    [short] = proposer.propose([RowState(IDS, None, hidden, 1)], SamplingParams(), "match")
+    assert short is not None and short.tokens.tolist() == expected[:3]
+    [empty] = proposer.propose([RowState(IDS, None, hidden, 0)], SamplingParams(), "match")
+    assert empty is not None and empty.num_nodes == 1
+
+
+def test_default_medusa_tree_has_the_asked_size() -> None:
+    shape = default_medusa_tree(3, 24)
+    assert len(shape.parents) == 24
+    assert int(shape.depths.max()) <= 3
+
+
+def test_build_proposer_refuses_what_it_does_not_know(target: TargetModel) -> None:
+    head = build_drafter("medusa", target, num_heads=2, shared_lm_head=True)
+    assert isinstance(build_proposer(head), MedusaProposer)
+
+    with pytest.raises(ValueError, match="no proposer"):
+        build_proposer(object.__new__(type("Other", (), {"family": "other"})))  # type: ignore[arg-type]

@@ -1,0 +1,591 @@
+"""The loop: gradients of the whole batch, exact resumption, and stops that lose nothing."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+
+from drafters import build_drafter
+from recipes.train import main
+from tests.tiny import save_tiny_target, tiny_target
+from training.chat import TokenizedRow
+from training.checkpoint import list_checkpoints
+from training.config import (
+    DataOptions,
+    DrafterOptions,
+    Eagle3Options,
+    LossOptions,
+    MedusaOptions,
+    OptimOptions,
+    RunOptions,
+    TargetOptions,
+    TrainConfig,
+)
+from training.data import PackedDataset
+from training.features import run_target
+from training.loop import Trainer, TrainingError, make_accelerator
+from training.objectives import ObjectiveOptions, build_objective
+
+VOCAB, LENGTH = 96, 12
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its state in singletons."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def make_rows(count: int = 11) -> list[TokenizedRow]:
+    """Rows with very unequal numbers of supervised tokens."""
+    rows = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        length = int(torch.randint(6, LENGTH + 1, (1,), generator=generator))
+        prompt = int(torch.randint(1, length, (1,), generator=generator))
+        ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        rows.append(TokenizedRow(ids, [i >= prompt for i in range(length)]))
+    return rows
+
+
+def make_config(out: Path, drafter: DrafterOptions | None = None, **sections: Any) -> TrainConfig:
+    run = {"steps": 8, "batch_size": 2, "save_every": 4, "log_every": 1} | sections.pop("run", {})
+    return TrainConfig(
+        target=TargetOptions(name="tiny"),
+        drafter=drafter or MedusaOptions(num_heads=2),
+        data=DataOptions(train=["rows"], max_length=LENGTH, pack=False),
+        run=RunOptions(out=str(out), **run),
+        optim=OptimOptions(**({"lr": 1e-2, "warmup": 0.25} | sections.pop("optim", {}))),
+        loss=LossOptions(**sections.pop("loss", {})),
+        **sections,
+    )
+
+
+def make_trainer(
+    config: TrainConfig,
+    rows: list[TokenizedRow] | None = None,
+    evaluate: Callable[..., dict[str, float]] | None = None,
+) -> Trainer:
+    """Everything anew, as a new process would build it."""
+    target = tiny_target(layers=3)
+    options = config.drafter
+    drafter = build_drafter(options.family, target, config.run.seed, **options.head_fields())
+    data = PackedDataset(
+        rows or make_rows(),
+        config.data.max_length,
+        config.run.batch_size,
+        config.run.seed,
+        packed=False,
+    )
+    drafter.double().set_draft_vocab(data.token_counts(VOCAB))
+    loss = config.loss
+    objective = build_objective(
+        drafter.train(),
+        ObjectiveOptions(
+            loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk
+        ),
+    )
+    return Trainer(config, make_accelerator(config.run, "cpu"), target, objective, data, evaluate)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the clock."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "train/seconds"} for line in found]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.drafter.state_dict().items()}
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Do something once in the middle of optimizer step ``step``, counted from 1."""
+    forward, waiting = Trainer._forward, [action]
+
+    def disturbed(self: Trainer, batch: Any) -> Tensor:
+        if self.step == step - 1 and waiting:
+            waiting.pop()()
+        return forward(self, batch)
+
+    monkeypatch.setattr(Trainer, "_forward", disturbed)
+
+
+class Crash(Exception):
+    """Stands for anything that ends a process."""
+
+
+def crash() -> None:
+    raise Crash
+
+
+# --- gradients
+
+
+def captured_gradients(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> dict[str, Tensor]:
+    """Gradients as the first optimizer step finds them."""
+    found: dict[str, Tensor] = {}
+
+    def capture(self: Trainer) -> None:
+        assert not found, "one optimizer step, however many micro-batches"
+        found.update((n, p.grad.clone()) for n, p in self.drafter.named_parameters())
+        self.optimizer.zero_grad()
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", capture)
+    trainer._train_step()
+    return found
+
+
+def whole_batch(trainer: Trainer) -> tuple[dict[str, Tensor], float]:
+    """Gradient and value of (sum of losses) / (supervised tokens), all sequences at once."""
+    (batch,) = trainer.dataset.micro_batches(0, 0, 1, trainer.run.batch_size)
+    data = run_target(trainer.drafter.target, batch, trainer.drafter.feature_layers)
+    loss, _ = trainer.objective(data)
+    loss = loss / batch.supervised.sum()
+    trainer.objective.zero_grad()
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in trainer.drafter.named_parameters()}
+    trainer.objective.zero_grad()
+    return found, loss.item()
+
+
+@pytest.mark.parametrize("family", [MedusaOptions(num_heads=2), Eagle3Options()])
+@pytest.mark.parametrize("micro", [4, 2, 1])
+def test_gradient_is_that_of_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: DrafterOptions, micro: int
+) -> None:
+    """Whatever the accumulation (1, 2, 4), and however unequal the micro-batches."""
+    config = make_config(tmp_path, family, run={"batch_size": 4, "micro_batch_size": micro})
+    trainer = make_trainer(config)
+    wanted, _ = whole_batch(trainer)
+    found = captured_gradients(monkeypatch, trainer)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = gradient.abs().max()
+        assert scale > 0, name
+        assert (found[name] - gradient).abs().max() < 1e-6 * scale, name
+
+
+def test_mean_of_micro_batch_means_is_another_gradient(tmp_path: Path) -> None:
+    """Negative control: the rows are unequal enough for the usual mistake to show."""
+    trainer = make_trainer(make_config(tmp_path, run={"batch_size": 4}))
+    wanted, _ = whole_batch(trainer)
+    for batch in trainer.dataset.micro_batches(0, 0, 1, 1):
+        loss, _ = trainer.objective(run_target(trainer.drafter.target, batch, ()))
+        (loss / batch.supervised.sum() / 4).backward()
+    name, parameter = next(trainer.drafter.named_parameters())
+    assert (parameter.grad - wanted[name]).abs().max() > 1e-2 * wanted[name].abs().max()
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+def test_reported_loss_is_per_supervised_token(tmp_path: Path, micro: int) -> None:
+    trainer = make_trainer(make_config(tmp_path, run={"batch_size": 4, "micro_batch_size": micro}))
+    _, wanted = whole_batch(trainer)
+    assert trainer._train_step() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_step_without_supervised_tokens_is_harmless(tmp_path: Path) -> None:
+    """A sequence whose only label has no draft row: no division by zero, no NaN."""
+    row = TokenizedRow([5, 6, 7, 8], [True, False, False, False])
+    trainer = make_trainer(make_config(tmp_path, run={"steps": 1, "batch_size": 1}), [row])
+    trainer.train()
+    assert all(value.isfinite().all() for value in weights(trainer).values())
+
+
+def test_the_gradient_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = {}
+    for clip in (0.0, 1e-3):
+        out = tmp_path / str(clip)
+        trainer = make_trainer(make_config(out, optim={"clip": clip}))
+        step = trainer.optimizer.step
+
+        def record(*args: Any, clip: float = clip, trainer: Trainer = trainer, step=step) -> Any:
+            grads = [p.grad for p in trainer.drafter.parameters()]
+            norms.setdefault(clip, torch.cat([g.flatten() for g in grads]).norm().item())
+            return step(*args)
+
+        monkeypatch.setattr(trainer.optimizer, "step", record)
+        trainer._train_step()
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-3)
+    assert norms[0.0] > 1e-2
+
+
+def test_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
+    make_trainer(make_config(tmp_path)).train()
+    rates = [line["train/lr"] for line in lines(tmp_path)]  # the rate of the *next* step
+    assert len(rates) == 8
+    assert rates[0] == pytest.approx(5e-3)
+    assert rates[1] == pytest.approx(1e-2)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-8)
+
+
+@pytest.mark.parametrize("family", [MedusaOptions(num_heads=2), Eagle3Options()])
+def test_training_lowers_the_loss_and_leaves_the_target_alone(
+    tmp_path: Path, family: DrafterOptions
+) -> None:
+    trainer = make_trainer(make_config(tmp_path, family, run={"steps": 40, "save_every": 0}))
+    target = trainer.drafter.target
+    before = [p.clone() for p in target.model.parameters()]
+    trainer.train()
+    losses = [line["train/loss"] for line in lines(tmp_path)]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
+
+
+def test_metrics_file(tmp_path: Path) -> None:
+    make_trainer(make_config(tmp_path, run={"log_every": 3})).train()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [3, 6, 8]
+    for line in found:
+        assert all(math.isfinite(value) for value in line.values())
+        assert 0 <= line["train/accuracy_0"] <= 1
+        assert 0 <= line["train/overlap_1"] <= 1
+        assert line["train/grad_norm"] > 0
+    assert found[0]["train/tokens"] < found[1]["train/tokens"] < found[2]["train/tokens"]
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize(
+    ("family", "run"),
+    [
+        (MedusaOptions(num_heads=2), {}),
+        (Eagle3Options(draft_vocab_size=40), {}),
+        (MedusaOptions(num_heads=2), {"batch_size": 4}),
+        (Eagle3Options(), {"batch_size": 4, "micro_batch_size": 2}),
+    ],
+    ids=["medusa", "eagle3 reduced", "accumulation of 4", "accumulation of 2"],
+)
+@pytest.mark.parametrize("died_in", [6, 8])
+def test_resumed_run_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: DrafterOptions, run: dict, died_in: int
+) -> None:
+    straight = make_trainer(make_config(tmp_path / "straight", family, run=run))
+    straight.train()
+    config = make_config(tmp_path / "resumed", family, run=run)
+    with monkeypatch.context() as patch:
+        at_step(patch, died_in, crash)
+        with pytest.raises(Crash):
+            make_trainer(config).train()
+    assert [path.name for path in list_checkpoints(tmp_path / "resumed")] == ["step-000004"]
+    resumed = make_trainer(config)
+    resumed.train()
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+    assert len(lines(tmp_path / "straight")) == 8
+    wanted = weights(straight)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_other_data_order_is_another_loss_sequence(tmp_path: Path) -> None:
+    """Negative control of the test above: the losses depend on everything that is restored."""
+    make_trainer(make_config(tmp_path / "a")).train()
+    make_trainer(make_config(tmp_path / "b", run={"seed": 1})).train()
+    one, other = lines(tmp_path / "a"), lines(tmp_path / "b")
+    assert [line["train/loss"] for line in one] != [line["train/loss"] for line in other]
+
+
+def test_remembered_features_resume_bit_identically(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the target's hidden states is empty after a restart; values must not care."""
+    results = []
+    for name in ("straight", "resumed"):
+        config = make_config(tmp_path / name, Eagle3Options(), run={"batch_size": 4})
+        config = replace(config, data=replace(config.data, feature_memory_gb=1.0))
+        if name == "resumed":
+            with monkeypatch.context() as patch:
+                at_step(patch, 6, crash)
+                with pytest.raises(Crash):
+                    make_trainer(config).train()
+        make_trainer(config).train()
+        results.append(lines(tmp_path / name))
+    assert results[0] == results[1]
+
+
+def test_log_windows_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that averages steps before and after the checkpoint holds both."""
+    run = {"log_every": 3, "save_every": 4}
+    make_trainer(make_config(tmp_path / "straight", run=run)).train()
+    config = make_config(tmp_path / "resumed", run=run)
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(Crash):
+            make_trainer(config).train()
+    make_trainer(config).train()
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+
+
+def test_finished_run_is_left_alone(tmp_path: Path) -> None:
+    make_trainer(make_config(tmp_path)).train()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    again = make_trainer(make_config(tmp_path))
+    again.train()
+    assert again.step == 8
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_metric_lines_past_the_checkpoint_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, crash)
+        with pytest.raises(Crash):
+            make_trainer(config).train()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')  # a kill in the middle of a line
+    make_trainer(config).train()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 9))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "optim.lr": {"optim": {"lr": 2e-2}},
+    "optim.betas": {"optim": {"betas": (0.8, 0.9)}},
+    "optim.weight_decay": {"optim": {"weight_decay": 0.1}},
+    "optim.schedule": {"optim": {"schedule": "linear"}},
+    "optim.warmup": {"optim": {"warmup": 0.5}},
+    "optim.clip": {"optim": {"clip": 0.5}},
+    "run.seed": {"run": {"seed": 5}},
+    "run.batch_size": {"run": {"batch_size": 4}},
+    "run.steps": {"run": {"steps": 12}},
+    "loss.name": {"loss": {"name": "tv"}},
+    "loss.decay": {"loss": {"decay": 0.5}},
+    "drafter.num_heads": {"drafter": MedusaOptions(num_heads=3)},
+    "drafter.confidence_head": {"drafter": MedusaOptions(num_heads=2, confidence_head=False)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_settings_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They would be ignored, or make a run that no configuration describes."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(Crash):
+            make_trainer(make_config(tmp_path)).train()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrainingError, match=name):
+        make_trainer(make_config(tmp_path, **CHANGES[name])).train()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    make_trainer(make_config(tmp_path)).train()  # the old settings still go on
+
+
+def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(Crash):
+            make_trainer(make_config(tmp_path)).train()
+    with pytest.raises(TrainingError, match="sequences"):
+        make_trainer(make_config(tmp_path), make_rows(12)).train()
+
+
+def test_another_micro_batch_size_may_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes rounding only."""
+    run = {"batch_size": 4, "micro_batch_size": 1}
+    make_trainer(make_config(tmp_path / "straight", run=run)).train()
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(Crash):
+            make_trainer(make_config(tmp_path / "resumed", run=run)).train()
+    make_trainer(make_config(tmp_path / "resumed", run=run | {"micro_batch_size": 4})).train()
+    pairs = zip(lines(tmp_path / "straight"), lines(tmp_path / "resumed"), strict=True)
+    for one, other in pairs:
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
+
+
+KILLED = """
+import os, signal, sys
+from training import checkpoint, loop
+from recipes.train import main
+
+place, step = sys.argv[1], int(sys.argv[2])
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+if place == "step":
+    forward = loop.Trainer._forward
+    loop.Trainer._forward = lambda self, b: die() if self.step == step - 1 else forward(self, b)
+else:
+    sync = checkpoint._sync
+    checkpoint._sync = lambda path: die() if f"{step:06d}" in str(path) else sync(path)
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(("place", "step", "left"), [("step", 7, 6), ("save", 6, 3)])
+def test_kill_9_and_resume(tmp_path: Path, place: str, step: int, left: int) -> None:
+    """SIGKILL in the middle of a step and of a checkpoint; the loss sequence is bit-identical."""
+    target = save_tiny_target(tmp_path / "target", dtype=torch.float32, layers=3)
+    data = tmp_path / "rows.jsonl"
+    with data.open("w") as file:
+        for row in make_rows():
+            cut = row.supervised.index(True)
+            file.write(
+                json.dumps({"prompt_ids": row.ids[:cut], "answer_ids": row.ids[cut:]}) + "\n"
+            )
+    args = [
+        f"--target.name={target}",
+        "--drafter.type=eagle3",
+        "--drafter.draft_vocab_size=40",
+        f"--data.train=[{data}]",
+        f"--data.max_length={LENGTH}",
+        "--run.steps=9",
+        "--run.save_every=3",
+        "--run.log_every=1",
+        "--run.batch_size=2",
+        "--run.parity=false",
+    ]
+    main([*args, f"--run.out={tmp_path / 'straight'}"])
+    resumed = [*args, f"--run.out={tmp_path / 'resumed'}"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, place, str(step), *resumed],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list_checkpoints(tmp_path / "resumed")[-1].name == f"step-{left:06d}"
+    main(resumed)
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+    assert [line["step"] for line in lines(tmp_path / "straight")] == list(range(1, 10))
+    for name in ("head/model.safetensors", "checkpoints/step-000009/optimizer.safetensors"):
+        straight = (tmp_path / "straight" / name).read_bytes()
+        assert (tmp_path / "resumed" / name).read_bytes() == straight
+
+
+# --- stops
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    make_trainer(make_config(tmp_path / "straight")).train()
+    config = make_config(tmp_path / "resumed", run={"save_every": 0})
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(KeyboardInterrupt, match="stopped at step 3"):
+            make_trainer(config).train()
+    assert signal.getsignal(number) is handler
+    assert [p.name for p in list_checkpoints(tmp_path / "resumed")] == ["step-000003"]
+    make_trainer(config).train()
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    at_step(monkeypatch, 6, twice)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(make_config(tmp_path)).train()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
+
+
+def test_signal_in_the_last_step_finishes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGINT))
+    make_trainer(make_config(tmp_path)).train()
+    assert list_checkpoints(tmp_path)[-1].name == "step-000008"
+
+
+def test_gradient_that_is_not_finite_stops_before_the_weights_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(make_config(tmp_path))
+    forward = trainer._forward
+    monkeypatch.setattr(
+        trainer, "_forward", lambda b: forward(b) * (math.inf if trainer.step == 5 else 1)
+    )
+    with pytest.raises(TrainingError, match=r"gradient of step 6 is not finite.*optim\.lr"):
+        trainer.train()
+    assert all(value.isfinite().all() for value in weights(trainer).values())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
+    make_trainer(make_config(tmp_path)).train()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss_that_is_not_finite_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Also where the gradient is, so that clipping does not notice."""
+    trainer = make_trainer(make_config(tmp_path))
+    forward = trainer._forward
+    monkeypatch.setattr(
+        trainer, "_forward", lambda b: forward(b) + (value if trainer.step == 5 else 0)
+    )
+    with pytest.raises(TrainingError, match=rf"loss of step 6 is {value}.*Checkpoints"):
+        trainer.train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
+
+
+def test_a_poisoned_target_stops(tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(tmp_path, Eagle3Options()))
+    with torch.no_grad():
+        trainer.drafter.target.model.model.layers[1].mlp.down_proj.weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match=r"not finite|is nan"):
+        trainer.train()
+
+
+# --- evaluation
+
+
+def test_evaluation_is_called_and_recorded(tmp_path: Path) -> None:
+    seen = []
+
+    def evaluate(drafter: Any, step: int) -> dict[str, float]:
+        assert not drafter.training
+        seen.append(step)
+        return {"acceptance_length": 1.0 + step}
+
+    config = make_config(tmp_path)
+    config.evaluate.every = 3
+    trainer = make_trainer(config, evaluate=evaluate)
+    assert trainer.train() == {"acceptance_length": 9.0}
+    assert trainer.drafter.training
+    assert seen == [3, 6, 8]
+    found = [line for line in lines(tmp_path) if "eval/acceptance_length" in line]
+    assert [(line["step"], line["eval/acceptance_length"]) for line in found] == [
+        (3, 4.0),
+        (6, 7.0),
+        (8, 9.0),
+    ]
+
+
+def test_a_failing_evaluation_loses_no_step(tmp_path: Path) -> None:
+    def evaluate(drafter: Any, step: int) -> dict[str, float]:
+        raise ValueError("no memory for the decoder")
+
+    with pytest.raises(ValueError, match="no memory"):
+        make_trainer(make_config(tmp_path, run={"save_every": 0}), evaluate=evaluate).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000008"]
+
+
+def test_batch_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    run = RunOptions(out=str(tmp_path), batch_size=4, micro_batch_size=3)
+    with pytest.raises(ValueError, match=r"run\.batch_size \(4\) must be a multiple"):
+        make_accelerator(run, "cpu")
