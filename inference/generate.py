@@ -292,14 +292,15 @@ class _Decoding:
     def _record(
         self, row: int, tree: TokenTree, verdict: Verdict, features: Tensor | None, hidden: Tensor
     ) -> Round:
-        accepted = [tree.token(node) for node in verdict.path]
-        emitted = self._advance(row, [*accepted, verdict.next_token], features, hidden)
+        drafts = [tree.token(node) for node in verdict.path]
+        emitted = self._advance(row, [*drafts, verdict.next_token], features, hidden)
+        accepted = drafts[: len(emitted)]  # what lies behind the end of the text does not count
         self.stats.add_round(
             int(tree.depths.max()), tree.num_draft_tokens, len(accepted), len(emitted)
         )
         leaf = verdict.path[-1] if verdict.path else 0
-        bonus = verdict.next_token if len(emitted) > len(accepted) else None
-        return Round(row, tree, accepted[: len(emitted)], bonus, not tree.children(leaf))
+        bonus = verdict.next_token if len(emitted) > len(drafts) else None
+        return Round(row, tree, accepted, bonus, not tree.children(leaf))
 
     def _advance(
         self, row: int, new: list[int], features: Tensor | None, hidden: Tensor

@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from drafters import Drafter, TargetModel, build_drafter, load_drafter
-from inference.generate import speculative_generate
+from inference.evaluation import Prompt, measure
 from inference.proposers import build_proposer
 from recipes.parity import check_parity
 from training.answers import AnswerOptions, generate_answers, prompt_messages
@@ -250,21 +250,15 @@ def make_evaluate(
         return None
     rows = load_rows(options.prompts)
     rows = rows[:: max(1, len(rows) // options.limit)][: options.limit]
-    prompts = [encode_prompt(target.tokenizer, prompt_messages(row)) for row in rows]
+    prompts = [Prompt(encode_prompt(target.tokenizer, prompt_messages(row))) for row in rows]
 
     def evaluate(drafter: Drafter, step: int) -> dict[str, float]:
         proposer = build_proposer(drafter, options.size)
-        stats = None
-        for prompt in prompts:
-            done = speculative_generate(
-                target, proposer, [prompt], max_new_tokens=options.max_new_tokens
-            )
-            stats = done.stats if stats is None else stats.merge(done.stats)
-        assert stats is not None
-        return {
-            "acceptance_length": stats.acceptance_length,
-            "accepted_per_round": stats.accepted_per_round,
-        }
+        report = measure(
+            target, proposer, prompts, max_new_tokens=options.max_new_tokens, compare=None
+        )
+        found = report.summary()
+        return {name: found[name] for name in ("acceptance_length", "accepted_per_round")}
 
     return evaluate
 

@@ -133,9 +133,11 @@ class TokenText:
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(
+        text = self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        assert isinstance(text, str)  # one text for one list of tokens
+        return text
 
 
 @dataclass

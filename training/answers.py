@@ -23,7 +23,6 @@ from tqdm.auto import tqdm
 from drafters import TargetModel
 from training.chat import encode_prompt
 
-
 logger = logging.getLogger(__name__)
 
 
