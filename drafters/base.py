@@ -190,7 +190,7 @@ class Drafter(PreTrainedModel):
         }
         if problems:
             raise ValueError(f"head {folder}: the file does not fit its config: {problems}")
-        with torch.no_grad():  # out of the mapped file: unaligned views make matmuls round otherwise
+        with torch.no_grad():  # views of the mapped file are unaligned, and matmuls round otherwise
             for tensor in [*head.parameters(), *head.buffers()]:
                 tensor.data = tensor.data.clone()
         return head.attach(target).to(target.device).eval()

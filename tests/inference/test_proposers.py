@@ -1,4 +1,4 @@
-"""Trees out of heads: draft steps with a cache equal the training pass, and rules get their kind."""
+"""Trees out of heads: cached draft steps equal the training pass; rules get their kind."""
 
 import pytest
 import torch
@@ -184,7 +184,8 @@ def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
     assert isinstance(tree, TokenTree)
     rows = head(hidden[-1])
     ranked = [
-        head.to_target_ids(head.logits(rows[k], k).argsort(descending=True)).tolist() for k in (0, 1)
+        head.to_target_ids(head.logits(row, k).argsort(descending=True)).tolist()
+        for k, row in enumerate(rows)
     ]
     expected = [IDS[-1], ranked[0][0], ranked[0][1], ranked[1][0], ranked[1][2], ranked[1][0]]
     assert tree.tokens.tolist() == expected
