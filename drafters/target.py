@@ -100,10 +100,14 @@ class TargetModel:
             raise ValueError(
                 f"attn_implementation must be 'sdpa' or 'eager', got {attn_implementation!r}"
             )
+        loaded: Any
         try:
             AutoConfig.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, attn_implementation=attn_implementation
+            loaded = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # OSError, ValueError, SafetensorError, KeyError, ...
@@ -111,6 +115,12 @@ class TargetModel:
                 "folder" if Path(name).exists() else "name (not a folder here; the hub was asked)"
             )
             raise ValueError(f"target {name!r}: cannot load this {kind}: {error}") from error
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"target {name!r}: its files lack {missing[0]} and {len(missing) - 1} more weights, "
+                "which would be random: the download is incomplete"
+            )
         nn.Module.to(model, torch.device(device))
         return cls(model, tokenizer, name)
 
@@ -184,7 +194,10 @@ class TargetModel:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...) token ids -> (..., D) input embeddings, including any scale the model applies."""
-        return self.embedding(ids)
+        embeds = self.embedding(ids)
+        if scale := getattr(self.config, "embedding_multiplier", None):  # Granite, outside of it
+            embeds = embeds * scale
+        return embeds
 
     def project(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden states to logits, exactly as the model does it.
@@ -246,7 +259,8 @@ class TargetModel:
         """Hashes that identify this target whatever dtype it was loaded in.
 
         Weights are sampled (the first values of every parameter, rounded to bfloat16), so it takes
-        milliseconds on a large model and still tells a fine-tune from its base.
+        milliseconds on a large model and still tells a fine-tune from its base. Loaded in float16
+        they are left out: its rounding hides the bits that the others agree on.
         """
         keys = (
             "model_type",
@@ -256,19 +270,21 @@ class TargetModel:
             "vocab_size",
         )
         shape = {key: getattr(self.config, key, None) for key in keys}
-        weights = hashlib.sha256()
-        for parameter_name, parameter in self.model.named_parameters():
-            sample = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16).cpu()
-            weights.update(parameter_name.encode() + sample.numpy().tobytes())
-        prints = {
-            "shape": _digest(json.dumps(shape, sort_keys=True)),
-            "weights": weights.hexdigest()[:16],
-        }
+        prints = {"shape": _digest(json.dumps(shape, sort_keys=True))}
+        if self.dtype != torch.float16:
+            prints["weights"] = self._weights_digest()
         if self._tokenizer is not None:
             vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
             prints["tokenizer"] = _digest(vocabulary)
             prints["chat_template"] = _digest(str(self._tokenizer.chat_template))
         return prints
+
+    def _weights_digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            sample = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16).cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def shape_fields(self) -> dict[str, Any]:
         """The fields of a :class:`~drafters.config.DrafterConfig` that describe this target."""
@@ -290,14 +306,17 @@ class TargetModel:
             stores one less). Empty for other layouts.
         """
         modules = dict(self.model.get_decoder().named_modules())
-        prefix = f"layers.{self.num_layers - 1}."
-        linear = [f"self_attn.{name}_proj" for name in "qkvo"] + [
-            f"mlp.{name}_proj" for name in ("gate", "up", "down")
-        ]
-        norms = {"input_layernorm": prefix + "input_layernorm", "norm": "norm"}
-        norms["post_attention_layernorm"] = prefix + "post_attention_layernorm"
+        layer = f"layers.{self.num_layers - 1}"
+        prefix = layer + "."
+        linear = [f"self_attn.{name}_proj" for name in "qkvo"]
+        linear += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        norms = {"norm": "norm"}
+        norms |= {name: prefix + name for name in ("input_layernorm", "post_attention_layernorm")}
         if not {prefix + name for name in linear} | set(norms.values()) <= set(modules):
             return {}
+        children = {name for name, _ in modules[layer].named_children()}
+        if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+            return {}  # further norms, as in Gemma 2, put the same names in other places
         found = {f"{name}.weight": modules[prefix + name].weight.detach() for name in linear}
         ones = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
         with torch.no_grad():  # a root-mean-square norm maps ones to its own scale
