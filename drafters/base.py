@@ -130,9 +130,11 @@ class Drafter(PreTrainedModel):
         """Start trainable output matrices (and norms) from the target's; families override."""
 
     def head_rows(self) -> Tensor:
-        """Rows of the target's output matrix this head predicts, (Vd, D)."""
+        """Rows of the target's output matrix this head predicts, scaled to give logits, (Vd, D)."""
         weight = self.target.lm_head.weight
-        return weight if self.draft_vocab is None else weight[self.draft_vocab.to(weight.device)]
+        if self.draft_vocab is not None:
+            weight = weight[self.draft_vocab.to(weight.device)]
+        return weight * self.target.logit_scale
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids (...) to absolute target ids (...)."""

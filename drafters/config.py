@@ -49,6 +49,10 @@ class DrafterConfig(PreTrainedConfig):
         """
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
+        if self.target_num_layers:  # not the empty instance that transformers makes for defaults
+            for name in ("hidden_size", "vocab_size", "draft_vocab_size"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size "

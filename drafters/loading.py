@@ -24,7 +24,7 @@ def eagle3_config(target: TargetModel, **options: Any) -> Eagle3Config:
     theirs = target.config
     heads = theirs.num_attention_heads
     shape = {
-        "intermediate_size": theirs.intermediate_size,
+        "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
         "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,

@@ -118,8 +118,8 @@ class TargetModel:
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
-                f"target {name!r}: its files lack {missing[0]} and {len(missing) - 1} more weights, "
-                "which would be random: the download is incomplete"
+                f"target {name!r}: its files lack {missing[0]} and {len(missing) - 1} more "
+                "weights, which would be random: the download is incomplete"
             )
         nn.Module.to(model, torch.device(device))
         return cls(model, tokenizer, name)
@@ -199,6 +199,12 @@ class TargetModel:
             embeds = embeds * scale
         return embeds
 
+    @property
+    def logit_scale(self) -> float:
+        """Factor between the output matrix and the logits: Granite divides, Cohere multiplies."""
+        scaling = getattr(self.config, "logits_scaling", None) or 1.0
+        return (getattr(self.config, "logit_scale", None) or 1.0) / scaling
+
     def project(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden states to logits, exactly as the model does it.
 
@@ -209,10 +215,8 @@ class TargetModel:
             (..., V).
         """
         logits = self.lm_head(hidden)
-        if scaling := getattr(self.config, "logits_scaling", None):  # Granite divides
-            logits = logits / scaling
-        if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies
-            logits = logits * scale
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
             logits = cap * torch.tanh(logits / cap)
         return logits

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 
 def tree_attention_mask(
@@ -30,7 +31,7 @@ def tree_attention_mask(
         columns: C, from `TreeCache.columns(N)`; it fixes N.
 
     Returns:
-        (B, 1, N, C) bool, true where attended. For eager attention see `as_additive`.
+        (B, 1, N, C) bool, true where attended; `mask_for` gives the model the form it needs.
     """
     num_rows = columns - max(lengths)
     if len(lengths) != len(ancestor_masks) or num_rows < max(map(len, ancestor_masks)):
@@ -48,6 +49,28 @@ def tree_attention_mask(
         tail[:num_nodes, :num_nodes] = ancestors
         tail.diagonal()[num_nodes:] = True
     return mask
+
+
+def mask_for(config: PreTrainedConfig, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in the form that a model's attention implementation takes.
+
+    Args:
+        config: of the target; `_attn_implementation` decides.
+        mask: bool, true where attended.
+        dtype: of the target's weights.
+
+    Raises:
+        ValueError: the implementation takes no arbitrary mask, so it cannot verify a tree.
+    """
+    implementation = config._attn_implementation
+    if implementation == "sdpa":
+        return mask
+    if implementation == "eager":
+        return as_additive(mask, dtype)
+    raise ValueError(
+        f"attention implementation {implementation!r} cannot take a tree's mask: load the target "
+        "with attn_implementation='sdpa' or 'eager'"
+    )
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -207,11 +207,6 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.pending = 0
 
-    def reset(self) -> None:
-        """Empty all sequences and keep the buffers."""
-        self.lengths[:] = [0] * len(self.lengths)
-        self.revert()
-
 
 def _zeros(states: Tensor, columns: int) -> Tensor:
     """Zeros like `states` (B, H, *, d), with this many columns."""

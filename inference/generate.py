@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafters import TargetModel, TargetOutput
-from inference.attention import as_additive, tree_attention_mask
+from inference.attention import mask_for, tree_attention_mask
 from inference.cache import TreeCache
 from inference.proposers.base import Proposer, RowState
 from inference.sampling import SamplingParams, probabilities, sample
@@ -68,18 +68,9 @@ class Generation:
     seconds: dict[str, float] = field(default_factory=dict)
     num_forwards: int = 0
 
-    @property
-    def other_share(self) -> float:
-        """Part of the decoding time outside target and draft forwards."""
-        total = self.seconds["total"]
-        return (
-            1 - (self.seconds.get("target", 0.0) + self.seconds.get("draft", 0.0)) / total
-            if total
-            else 0.0
-        )
-
 
 OnRound = Callable[[Round], None]
+OnToken = Callable[[int, list[int]], None]
 
 
 @torch.inference_mode()
@@ -93,6 +84,7 @@ def speculative_generate(
     rule: str = "match",
     eos_token_ids: Sequence[int] | None = None,
     on_round: OnRound | None = None,
+    on_token: OnToken | None = None,
 ) -> Generation:
     """Decode with drafts.
 
@@ -105,6 +97,8 @@ def speculative_generate(
         rule: "match", "coupled" or "rejection".
         eos_token_ids: tokens that end a sequence; None takes the target's.
         on_round: called after every round of every sequence.
+        on_token: called with (row, new tokens) as soon as they are known: once with the token of
+            the prefill, then with those of each round, before `on_round`.
 
     Raises:
         ValueError: empty prompt, no room within the target's positions, unknown rule, unsupported
@@ -117,10 +111,15 @@ def speculative_generate(
     loop = _Decoding(target, proposer, prompts, max_new_tokens, sampling, rule, timer)
     loop.eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
     with timer.phase("prefill"):
-        loop.prefill()
+        first = loop.prefill()
     start = time.perf_counter()
+    if on_token is not None:
+        for row, token in enumerate(first):
+            on_token(row, [token])
     while not all(loop.finished):
         for done in loop.round():
+            if on_token is not None:
+                on_token(done.row, done.emitted)
             if on_round is not None:
                 on_round(done)
     seconds = {**timer.seconds, "total": time.perf_counter() - start}
@@ -136,7 +135,6 @@ def plain_generate(
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     eos_token_ids: Sequence[int] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
 ) -> Generation:
     """One token per forward, one sequence after the other, with transformers' own cache: the slow
     twin.
@@ -147,7 +145,6 @@ def plain_generate(
         max_new_tokens: per sequence.
         sampling: None is greedy.
         eos_token_ids: None takes the target's.
-        on_token: called with (row, token) as each is emitted.
 
     Raises:
         ValueError: empty prompt, or no room within the target's positions.
@@ -168,8 +165,6 @@ def plain_generate(
             result.num_forwards += phase == "target"
             token = sample(probabilities(logits, sampling), sampling.seed, len(tokens))
             tokens.append(token)
-            if on_token is not None:
-                on_token(row, token)
             timer.seconds["sample"] += time.perf_counter() - started
             if token in eos or len(tokens) - len(prompt) == max_new_tokens:
                 break
@@ -234,8 +229,8 @@ class _Decoding:
         self.stats = AcceptanceStats()
         self.forwards = 0
 
-    def prefill(self) -> None:
-        """Run the prompts as chains, emit each row's first token."""
+    def prefill(self) -> list[int]:
+        """Run the prompts as chains, emit and return each row's first token."""
         width = max(map(len, self.tokens))
         masks = [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in self.tokens]
         rows = [torch.tensor(row) for row in self.tokens]
@@ -250,6 +245,7 @@ class _Decoding:
             token = sample(law, self.sampling.seed, length)
             features = None if out.features is None else out.features[row, :length]
             self._advance(row, [token], features, out.last_hidden[row, :length])
+        return [tokens[-1] for tokens in self.tokens]
 
     def round(self) -> list[Round]:
         """Draft, verify, commit; every unfinished row emits at least one token."""
@@ -335,11 +331,9 @@ class _Decoding:
         mask = tree_attention_mask(
             self.cache.lengths, [m.to(device) for m in masks], self.cache.columns(width)
         )
-        if self.target.model.config._attn_implementation == "eager":
-            mask = as_additive(mask, self.target.dtype)
         return self.target.forward(
             ids,
-            attention_mask=mask,
+            attention_mask=mask_for(self.target.config, mask, self.target.dtype),
             position_ids=places,
             cache=self.cache,
             feature_layers=self.proposer.feature_layers,

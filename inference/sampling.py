@@ -159,37 +159,20 @@ def _hash(seed: int, stream: int, position: int, index: Tensor) -> Tensor:
     return bits.bitwise_xor_(_shift_right(bits, 31))
 
 
-def uniform_at(
-    seed: int, stream: int, position: int, index: Tensor, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Uniform noise at chosen indices; entry v of `uniform` whatever else is asked for.
+def uniform_at(seed: int, stream: int, position: int, index: Tensor) -> Tensor:
+    """Uniform noise at chosen indices; that of one index does not depend on the others.
 
     Args:
         seed: any integer.
         stream: a `Stream`.
         position: absolute position of the token that the noise decides.
         index: long tensor of any shape, for instance token ids.
-        dtype: float64 (52 bits per number) or float32 (23 bits).
 
     Returns:
-        Numbers strictly inside (0, 1), the same bits on every device.
+        float64 numbers of 52 bits, strictly inside (0, 1), the same on every device.
     """
-    precision = {torch.float64: 52, torch.float32: 23}[dtype]
-    bits = _shift_right(_hash(seed, stream, position, index), 64 - precision)
-    return bits.to(dtype).add_(0.5).mul_(2.0**-precision)  # both ends stay out after rounding
-
-
-def uniform(
-    seed: int,
-    stream: int,
-    position: int,
-    size: int,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """Uniform noise for a whole vocabulary: (size,) strictly inside (0, 1). See `uniform_at`."""
-    index = torch.arange(size, device=device)
-    return uniform_at(seed, stream, position, index, dtype)
+    bits = _shift_right(_hash(seed, stream, position, index), 64 - 52)
+    return bits.double().add_(0.5).mul_(2.0**-52)  # both ends stay out after rounding
 
 
 def gumbel_at(seed: int, position: int, index: Tensor, stream: int = Stream.TARGET) -> Tensor:

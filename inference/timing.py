@@ -19,7 +19,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._cuda = device is not None and device.type == "cuda"
+        self._device = device if device is not None and device.type == "cuda" else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,5 +33,5 @@ class PhaseTimer:
             self.seconds[name] += time.perf_counter() - start
 
     def _drain(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)

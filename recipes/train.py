@@ -7,10 +7,12 @@ The run folder then holds ``head/`` (the trained head), ``checkpoints/``, ``metr
 printed is a JSON object.
 """
 
+import fcntl
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,27 @@ if Path(drafters.__file__).resolve().parent.parent != Path(__file__).resolve().p
 import datasets
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from drafters import Drafter, TargetModel, build_drafter, load_drafter
+from drafters.export import write_native
 from inference.evaluation import Prompt, measure
 from inference.proposers import build_proposer
 from recipes.parity import check_parity
-from training.answers import AnswerOptions, generate_answers, prompt_messages
+from training.answers import (
+    AnswerOptions,
+    generate_answers,
+    prompt_messages,
+    select_answers,
+)
 from training.chat import MaskError, TokenizedRow, encode_prompt, encode_row
 from training.config import TrainConfig, parse_config, save_config
-from training.data import PackedDataset, load_rows
+from training.data import PackedDataset, collate, load_rows
 from training.features import check_packing
 from training.loop import Trainer, make_accelerator
 from training.objectives import Objective, ObjectiveOptions, build_objective
-from training.provenance import write_provenance
+from training.provenance import provenance, write_provenance
 
 logger = logging.getLogger("recipes.train")
 
@@ -58,16 +66,22 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: a user error in the configuration, the data or the files.
     """
     config = parse_config(argv)
+    options = objective_options(config)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     accelerator = make_accelerator(config.run, config.target.device)
-    level = logging.INFO if accelerator.is_main_process else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    show_progress(accelerator.is_main_process)
+    with claim(Path(config.run.out), accelerator.is_main_process):
+        return train(config, options, accelerator)
+
+
+def train(
+    config: TrainConfig, options: ObjectiveOptions, accelerator: Accelerator
+) -> dict[str, Any]:
+    """The steps of one run; see :func:`main`."""
     out = Path(config.run.out)
     target = load_target(config, accelerator)
+    evaluate = make_evaluate(config, target)
     rows = encode_rows(config, target, load_answers(config, target, accelerator))
     data, run = config.data, config.run
     dataset = PackedDataset(rows, data.max_length, run.batch_size, run.seed, data.pack)
@@ -78,13 +92,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         data.max_length,
         dataset.supervised_tokens,
     )
+    if dataset.num_unusable:
+        logger.warning(
+            "data: %d rows have nothing supervised within data.max_length", dataset.num_unusable
+        )
     drafter = make_drafter(config, target, dataset)
-    objective = build_objective(drafter, objective_options(config))
+    objective = build_objective(drafter, options)
     logger.info(
         "head: %s, %.1fM trainable parameters",
         drafter.family,
         drafter.num_parameters_trained() / 1e6,
     )
+    trainer = Trainer(config, accelerator, target, objective, dataset, evaluate)
+    trainer.prepare()
     if run.parity:
         check_before_training(target, objective, dataset)
     if accelerator.is_main_process:
@@ -92,9 +112,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         write_provenance(out)
     if run.trackers:
         accelerator.init_trackers(run.project, config=_flat(config))
-    trainer = Trainer(
-        config, accelerator, target, objective, dataset, make_evaluate(config, target)
-    )
     results = trainer.train()
     summary = {
         "method": drafter.family,
@@ -103,8 +120,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **results,
     }
     if accelerator.is_main_process:
-        drafter.save_pretrained(out / "head")
-        write_provenance(out / "head")
+        write_native(drafter, out / "head", provenance())
     summary |= {
         "parameters": drafter.num_parameters_trained(),
         "seconds": round(trainer.seconds, 1),
@@ -112,6 +128,37 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     summary |= {"head": str(out / "head")}
     accelerator.end_training()
     return summary
+
+
+def show_progress(main_process: bool) -> None:
+    """Our own messages, without the libraries' progress bars."""
+    logging.basicConfig(
+        level=logging.INFO if main_process else logging.WARNING, format="%(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+@contextmanager
+def claim(out: Path, main_process: bool) -> Iterator[None]:
+    """Keep other runs out of the run folder while the body runs.
+
+    Raises:
+        ValueError: another run is writing there.
+    """
+    if not main_process:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"run.out: another run is writing to {out}; wait for its end or name another folder"
+            ) from error
+        yield
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
@@ -152,7 +199,7 @@ def load_answers(
         max_prompt_tokens=max(1, data.max_length - 1),
         seed=config.run.seed,
     )
-    failure = [None]
+    failure: list[str | None] = [None]
     if accelerator.is_main_process:
         try:
             generate_answers(target, rows, path, options)
@@ -161,7 +208,7 @@ def load_answers(
     broadcast_object_list(failure)
     if failure[0] is not None:
         raise ValueError(failure[0])
-    return load_rows(str(path))
+    return select_answers(target, rows, path, options)
 
 
 def encode_rows(
@@ -176,7 +223,13 @@ def encode_rows(
     encoded, refused = [], 0
     for number, row in enumerate(rows):
         try:
-            encoded.append(encode_row(target.tokenizer, row))
+            one = encode_row(target.tokenizer, row)
+            if max(one.ids) >= target.vocab_size:
+                raise MaskError(
+                    f"token {max(one.ids)} is outside the target's vocabulary of "
+                    f"{target.vocab_size}: these ids are another tokenizer's"
+                )
+            encoded.append(one)
         except MaskError as error:
             if not config.data.skip_bad_rows:
                 raise MaskError(
@@ -211,9 +264,8 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
 def objective_options(config: TrainConfig) -> ObjectiveOptions:
     """The loss section as the objective takes it."""
     loss = config.loss
-    return ObjectiveOptions(
-        loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk
-    )
+    steps = 3 if loss.steps is None else loss.steps
+    return ObjectiveOptions(loss.name, steps, loss.decay, loss.confidence_weight, loss.chunk)
 
 
 def check_before_training(
@@ -224,13 +276,10 @@ def check_before_training(
     Raises:
         ValueError: either fails.
     """
-    batch = next(dataset.micro_batches(0, 0, 1, 1)).to(target.device)
-    check_packing(
-        target,
-        batch,
-        objective.drafter.feature_layers,
-        1e-2 if target.dtype == torch.float32 else 1e-1,
-    )
+    fullest = max(dataset.groups[:32], key=len)  # leaks need more than one document to show
+    batch = collate([fullest], dataset.length).to(target.device)
+    tolerance = 1e-1 if target.dtype in (torch.bfloat16, torch.float16) else 1e-2
+    check_packing(target, batch, objective.drafter.feature_layers, tolerance)
     row = max((row for group in dataset.groups[:32] for row in group), key=lambda row: len(row.ids))
     report = check_parity(target, objective, row)
     logger.info(
@@ -258,7 +307,8 @@ def make_evaluate(
             target, proposer, prompts, max_new_tokens=options.max_new_tokens, compare=None
         )
         found = report.summary()
-        return {name: found[name] for name in ("acceptance_length", "accepted_per_round")}
+        names = ("acceptance_length", "accepted_per_round")
+        return {name: found[name] for name in names if found[name] is not None}
 
     return evaluate
 
@@ -276,7 +326,9 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
 def run() -> None:
     """Command line: one line for a user's error, no traceback."""
     try:
-        print(json.dumps(main()))
+        summary = main()
+        if PartialState().is_main_process:
+            print(json.dumps(summary))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -30,6 +30,7 @@ from scripts.common import (
     SAMPLING_OPTIONS,
     TREE_OPTIONS,
     add_options,
+    check_chat_template,
     load_proposer,
     load_target,
     parser_for,
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     """One answer, or a conversation."""
     args = parse_args(argv)
     sampling = sampling_params(args)
-    target = load_target(args)
+    target = load_target(args, args.chat_template)
+    check_chat_template(target.tokenizer)
     proposer = load_proposer(args, target)
     chat = Chat(
         target, proposer, sampling, args.rule, args.max_new_tokens, args.trace, use_colour()
@@ -66,7 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, *MODEL_OPTIONS, "--max-new-tokens", max_new_tokens=512)
-    add_options(parser, *SAMPLING_OPTIONS, "--rule", *TREE_OPTIONS)
+    add_options(parser, *SAMPLING_OPTIONS, "--rule", *TREE_OPTIONS, "--chat-template")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     parser.add_argument("--trace", action="store_true", help="one line per target forward")
     return parser.parse_args(argv)
@@ -165,18 +167,21 @@ class Printer:
         kinds = (PREFILL, ACCEPTED, RECOVERED, BONUS)
         self.write(f"forward  accepted/drafted  {'  '.join(self._paint(k, k) for k in kinds)}\n")
 
-    def first(self, token: int) -> None:
-        """The token that the prefill gave."""
-        self._line("prefill", "", [(token, PREFILL)])
+    def tokens(self, row: int, new: list[int]) -> None:
+        """Tokens as they come: all of the running text; of a trace the prefill's only."""
+        if not self.trace:
+            self._write_text(new)
+        elif not self.text.tokens:
+            self._line("prefill", "", [(new[0], PREFILL)])
 
     def round(self, done: Round) -> None:
-        """One target forward."""
-        if not self.stats.num_drafts:
-            self.first(done.tree.token(0))
+        """One target forward; its tokens have been given to `tokens` already."""
         tree = done.tree
         self.stats.add_round(
             int(tree.depths.max()), tree.num_draft_tokens, len(done.accepted), len(done.emitted)
         )
+        if not self.trace:
+            return
         tokens = [(token, ACCEPTED) for token in done.accepted]
         if done.next_token is not None:
             # Where nothing was drafted the token is the target's alone, not a bonus.
@@ -194,12 +199,14 @@ class Printer:
         elif rest:
             self.write(f"{'':<26} {_visible(rest)}\n")
 
+    def _write_text(self, tokens: list[int]) -> None:
+        piece = "".join(self.text.add(token) for token in tokens)
+        self.answer += piece
+        self.write(piece)
+
     def _line(self, name: str, count: str, tokens: list[tuple[int, str]]) -> None:
         pieces = [(self.text.add(token), kind) for token, kind in tokens]
         self.answer += "".join(piece for piece, _ in pieces)
-        if not self.trace:
-            self.write("".join(piece for piece, _ in pieces))
-            return
         shown = (self._paint(_visible(piece), kind) for piece, kind in pieces)
         self.write(f"{name:<9}{count:<18}{('' if self.colour else ' ').join(shown)}\n")
 
@@ -274,7 +281,7 @@ class Chat:
 
     def _decode(self, ids: list[int], max_new_tokens: int, printer: Printer) -> bool:
         try:
-            result = speculative_generate(
+            speculative_generate(
                 self.target,
                 self.proposer,
                 [ids],
@@ -282,11 +289,10 @@ class Chat:
                 sampling=self.sampling,
                 rule=self.rule,
                 on_round=printer.round,
+                on_token=printer.tokens,
             )
         except KeyboardInterrupt:
             return False
-        if not printer.stats.num_drafts:  # the text ended with the prefill's token
-            printer.first(result.sequences[0][0])
         return True
 
 

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
-from drafters import TargetModel
+from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
 from inference.evaluation import Prompt
 from inference.proposers import Proposer, build_proposer
@@ -43,9 +44,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--top-k": {"type": int, "metavar": "K", "help": "keep the K most likely tokens"},
     "--top-p": {"type": float, "metavar": "P", "help": "keep the smallest set with mass P"},
     "--rule": {"choices": tuple(RULES), "default": "match", "help": "acceptance rule"},
-    "--size": {"type": int, "default": 32, "metavar": "N", "help": "nodes per tree, root included"},
-    "--depth": {"type": int, "default": 5, "metavar": "N", "help": "longest drafted path"},
-    "--branch": {"type": int, "default": 8, "metavar": "N", "help": "children a node; 1: chains"},
+    "--size": {
+        "type": int,
+        "metavar": "N",
+        "help": "nodes per tree, root included (default: 32, or the tree that a head brings along)",
+    },
+    "--depth": {
+        "type": int,
+        "metavar": "N",
+        "help": "longest drafted path; not for Medusa, where it is the number of heads (default: 5)",
+    },
+    "--branch": {
+        "type": int,
+        "metavar": "N",
+        "help": "children of a node, 1 drafts chains; not for Medusa (default: 8)",
+    },
     "--batch-size": {"type": int, "default": 1, "metavar": "N", "help": "prompts decoded together"},
     "--seed": {"type": int, "default": 0, "metavar": "N", "help": "of all random numbers"},
     "--dtype": {
@@ -55,12 +68,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--device": {"default": "auto", "metavar": "NAME", "help": "auto takes a GPU if there is one"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: torch's choice)"},
+    "--chat-template": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "jinja file that replaces the target's chat template",
+    },
     "--out": {"type": Path, "metavar": "PATH", "help": "also write the results here"},
 }
 """The options that several scripts have, with one meaning each."""
 
 MODEL_OPTIONS = ("--target", "--head", "--dtype", "--device", "--threads")
 TREE_OPTIONS = ("--size", "--depth", "--branch")
+TREE_DEFAULTS = {"size": 32, "depth": 5, "branch": 8}
 SAMPLING_OPTIONS = ("--temperature", "--top-k", "--top-p", "--seed")
 
 
@@ -137,20 +156,69 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
 
 
-def load_target(args: argparse.Namespace) -> TargetModel:
-    """The target on its device; sets the number of threads."""
+def load_target(args: argparse.Namespace, chat_template: Path | None = None) -> TargetModel:
+    """The target on its device, with another chat template if one is given; sets the threads."""
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    return TargetModel.load(args.target, getattr(torch, args.dtype), _device(args.device))
+    text = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+    target = TargetModel.load(args.target, getattr(torch, args.dtype), _device(args.device))
+    if text is not None:
+        target.tokenizer.chat_template = text
+    return target
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse to encode messages without a chat template.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(tokenizer.chat_template, str):
+        raise ValueError(
+            "the target's tokenizer has no chat template, which messages and prompts need: give "
+            "one with --chat-template FILE (jinja), or use rows of 'text' for a base model"
+        )
 
 
 def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
-    """The head, in the target's dtype, and the tree options."""
+    """The head, in the target's dtype, with the tree options.
+
+    Options that were not given get their values in `args`, so that what is recorded is what was
+    used; None stays where an option does not apply.
+
+    Raises:
+        ValueError: no head, or an option that has no effect on it.
+    """
     drafter = read_head(args.head, target, target.dtype)
-    return build_proposer(drafter, args.size, args.depth, args.branch)
+    fixed = fixed_options(drafter)
+    options: dict[str, int] = {}
+    for name, default in TREE_DEFAULTS.items():
+        given = getattr(args, name)
+        if name not in fixed:
+            options[name] = default if given is None else given
+        elif given is not None:
+            raise ValueError(f"--{name} has no effect on this head, {fixed[name]}: drop it")
+    vars(args).update(options)
+    names = {"branch": "top_k"}
+    return build_proposer(drafter, **{names.get(name, name): n for name, n in options.items()})
+
+
+def fixed_options(drafter: Drafter) -> dict[str, str]:
+    """The tree options that have no effect on a head, and why."""
+    if not isinstance(drafter, MedusaDrafter):
+        return {}
+    fixed = {
+        "depth": f"whose depth is its number of heads ({drafter.config.num_heads})",
+        "branch": "whose tree has one shape, chosen by --size",
+    }
+    if drafter.config.tree is not None:
+        paths = len(drafter.config.tree)
+        fixed["size"] = f"which brings its own tree of {paths} draft tokens along"
+        fixed["branch"] = "which brings its own tree along"
+    return fixed
 
 
 def _device(name: str) -> torch.device:
@@ -206,6 +274,7 @@ def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[
     prompts = []
     for row in rows:
         if "messages" in row:
+            check_chat_template(target.tokenizer)
             ids = encode_prompt(target.tokenizer, row["messages"])
         elif "text" in row:
             ids = target.tokenizer(row["text"])["input_ids"]

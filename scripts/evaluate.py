@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     sampling = sampling_params(args)
     rows = load_prompts(args.prompts, args.limit)
-    target = load_target(args)
+    target = load_target(args, args.chat_template)
     proposer = load_proposer(args, target)
     report = measure(
         target,
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         rule=args.rule,
-        compare=None if args.no_plain else args.reference,
+        compare=args.reference,
         batch_size=args.batch_size,
         progress=True,
     )
@@ -68,18 +68,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_for(__doc__)
     add_options(parser, "--target", "--head", "--prompts", "--limit", "--max-new-tokens")
     add_options(parser, *SAMPLING_OPTIONS, "--rule", *TREE_OPTIONS, "--batch-size")
-    add_options(parser, "--dtype", "--device", "--threads", "--out")
-    parser.add_argument(
+    add_options(parser, "--dtype", "--device", "--threads", "--chat-template", "--out")
+    reference = parser.add_mutually_exclusive_group()
+    reference.add_argument(
         "--reference",
         choices=REFERENCES,
-        default="plain",
-        help="decode without drafts by this project or by transformers' generate "
-        "(default: %(default)s)",
+        help="decode without drafts by this project or by transformers' generate (default: plain)",
     )
-    parser.add_argument(
+    reference.add_argument(
         "--no-plain", action="store_true", help="no reference: no speed-up, no identity check"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.reference is None and not args.no_plain:
+        args.reference = "plain"
+    return args
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

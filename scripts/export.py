@@ -9,6 +9,8 @@ same. An export already at --out is replaced once the new one is whole; any othe
 refused. The last line is one JSON object.
 """
 
+import argparse
+
 import torch
 
 from drafters import Drafter, TargetModel
@@ -29,8 +31,8 @@ from scripts.common import add_options, load_target, parser_for, print_json, run
 from training.provenance import provenance
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Export, read back, print the summary."""
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, "--target", "--head", "--dtype", "--device", "--threads")
     parser.add_argument("--format", choices=FORMATS, required=True, help="dialect to write")
@@ -40,7 +42,12 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="sglang: also write the target's embedding, for engines that do not share it",
     )
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Export, read back, print the summary."""
+    args = parse_args(argv)
     if args.with_embeddings and args.format != "sglang":
         raise ValueError("--with-embeddings has no effect on --format native: drop it")
     target = load_target(args)

@@ -317,12 +317,17 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def main() -> None:
-    """Fetch the target named on the command line and print its folder."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(TARGETS)}")
     parser.add_argument("--out", type=Path, help="folder to write (default: targets/<name>)")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Fetch the target named on the command line and print its folder."""
+    args = parse_args()
     try:
         print(fetch_target(args.name, args.out))
     except FetchError as error:

@@ -8,19 +8,28 @@ Prompts come from a JSONL or parquet file, a hub data set, or a `save_to_disk` f
 ids; the same command continues a run that was stopped. The last line is one JSON object.
 """
 
+import argparse
 import time
 from pathlib import Path
 
-from scripts.common import add_options, load_target, parser_for, print_json, run
+from scripts.common import (
+    add_options,
+    check_chat_template,
+    load_target,
+    parser_for,
+    print_json,
+    run,
+)
 from training.answers import AnswerOptions, generate_answers
 from training.data import load_rows
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Answer what is not answered yet, print the count."""
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, "--target", "--max-new-tokens", "--temperature", max_new_tokens=256)
     add_options(parser, "--batch-size", "--seed", "--dtype", "--device", "--threads", batch_size=16)
+    add_options(parser, "--chat-template")
     parser.add_argument("--prompts", required=True, metavar="NAME", help="file, folder or hub id")
     parser.add_argument("--split", default="train", help="of a hub data set (default: train)")
     parser.add_argument("--limit", type=int, metavar="N", help="answer the first N prompts")
@@ -34,7 +43,12 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help="leave out longer prompts (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Answer what is not answered yet, print the count."""
+    args = parse_args(argv)
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
     options = AnswerOptions(
@@ -45,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
         seed=args.seed,
     )
     rows = load_rows(args.prompts, args.split, args.limit)
-    target = load_target(args)
+    target = load_target(args, args.chat_template)
+    check_chat_template(target.tokenizer)
     start = time.perf_counter()
     written = generate_answers(target, rows, args.out, options)
     seconds = time.perf_counter() - start

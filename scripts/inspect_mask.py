@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scripts.common import add_options, parser_for, print_json, run
+from scripts.common import add_options, check_chat_template, parser_for, print_json, run
 from training.chat import MaskError, TokenizedRow, encode_row
 from training.data import load_rows
 
@@ -31,12 +31,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--split", default="train", help="of a hub data set (default: train)")
     parser.add_argument("--limit", type=int, default=3, metavar="N", help="rows (default: 3)")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the target's")
+    add_options(parser, "--chat-template")
     args = parser.parse_args(argv)
     if args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
     tokenizer = load_tokenizer(args.target, args.chat_template)
     rows = load_rows(args.data, args.split, args.limit)
+    if any(row.get("messages") and row.get("answer_ids") is None for row in rows):
+        check_chat_template(tokenizer)
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(legend(coloured))
     tokens = supervised = 0

@@ -10,6 +10,7 @@ Three checks; `--rule` limits them to one acceptance rule.
   law        `rejection` at --temperature: many short continuations of one prompt; the two tokens
              after the first are counted and tested by chi-square against the target's exact law.
 Differing tokens whose scores are within 1e-4 of the target's best are rounding: near ties, counted.
+A check during which no draft token was accepted is inconclusive: it has tried nothing.
 Use float32 or float64; in 16 bits, rounding decides many tokens.
 
 `--negative-control` runs the third check alone with drafts whose recorded law is wrong, so that
@@ -58,6 +59,7 @@ from scripts.common import (
     sampling_params,
     write_json_atomic,
 )
+from training.provenance import provenance
 
 EXIT_CODES = {LOSSLESS: 0, NOT_LOSSLESS: 1, INCONCLUSIVE: 3}
 
@@ -69,19 +71,19 @@ def main(argv: list[str] | None = None) -> int:
     if sampling.temperature == 0:
         raise ValueError("--temperature must be above 0: greedy decoding is checked in any case")
     rows = load_prompts(args.prompts, args.limit)
-    target = load_target(args)
+    target = load_target(args, args.chat_template)
     proposer = load_proposer(args, target)
     prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
     checks = run_checks(target, proposer, prompts, sampling, args)
     verdict = overall([check["verdict"] for check in checks])
     result = {"verdict": verdict, "negative_control": args.negative_control, "checks": checks}
-    greedy = [check["verdict"] == LOSSLESS for check in checks if check["check"] == "greedy"]
+    greedy = [check["verdict"] != NOT_LOSSLESS for check in checks if check["check"] == "greedy"]
     result["greedy_identical"] = all(greedy) if greedy else None
     for check in checks:
         print(f"{check['check']:<10} {check['rule']:<10} {check['verdict']:<13} {describe(check)}")
     try:
         if args.out is not None:
-            write_json_atomic(args.out, result)
+            write_json_atomic(args.out, {**result, **provenance()})
     finally:
         print_json(result)
     return EXIT_CODES[verdict]
@@ -91,7 +93,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, *MODEL_OPTIONS, "--prompts", "--limit", "--max-new-tokens", limit=4)
-    add_options(parser, *SAMPLING_OPTIONS, *TREE_OPTIONS, "--out", temperature=1.0)
+    add_options(parser, *SAMPLING_OPTIONS, *TREE_OPTIONS, temperature=1.0)
+    add_options(parser, "--chat-template", "--out")
     parser.add_argument("--rule", choices=("all", *RULES), default="all", help="check one rule")
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="seeds per prompt (default: 3)"
@@ -162,6 +165,7 @@ def describe(check: dict[str, Any]) -> str:
         return f"{text}; {check['reason']}" if check["reason"] else text
     text = f"{check['texts']} texts, {check['num_accepted_tokens']} draft tokens accepted, "
     text += f"{check['near_ties']} near ties"
+    text += f"; {check['reason']}" if check["reason"] else ""
     for found in check["differences"]:
         text += f"\n  prompt {found['id']}, seed {found['seed']}, new token {found['position']}: "
         text += f"{found['expected']} -> {found['found']}, gap {found['gap']}"
@@ -200,18 +204,34 @@ def check_tokens(
             difference = explain_difference(target, prompt.ids, plain, tokens, sampling)
             if difference is not None:
                 found[rule].append(_difference_record(prompt, sampling, difference))
-    return [
-        {
-            "check": name,
-            "rule": rule,
-            "verdict": LOSSLESS if all(d["near_tie"] for d in found[rule]) else NOT_LOSSLESS,
-            "texts": len(jobs),
-            "num_accepted_tokens": stats[rule].num_accepted_tokens,
-            "near_ties": sum(d["near_tie"] for d in found[rule]),
-            "differences": found[rule],
-        }
-        for rule in rules
-    ]
+    records = []
+    for rule in rules:
+        verdict, reason = judge(found[rule], stats[rule].num_accepted_tokens)
+        records.append(
+            {
+                "check": name,
+                "rule": rule,
+                "verdict": verdict,
+                "reason": reason,
+                "texts": len(jobs),
+                "num_accepted_tokens": stats[rule].num_accepted_tokens,
+                "near_ties": sum(d["near_tie"] for d in found[rule]),
+                "differences": found[rule],
+            }
+        )
+    return records
+
+
+def judge(differences: Sequence[dict[str, Any]], num_accepted_tokens: int) -> tuple[str, str]:
+    """Verdict on texts that should be equal, and why it is not `lossless`; empty otherwise."""
+    if not all(difference["near_tie"] for difference in differences):
+        return NOT_LOSSLESS, "the output differs by more than rounding"
+    if num_accepted_tokens == 0:
+        return INCONCLUSIVE, (
+            "no draft token was ever accepted, so nothing that drafts could change was tried: take "
+            "more prompts, more new tokens or a head that is trained"
+        )
+    return LOSSLESS, ""
 
 
 def _difference_record(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import GenerationConfig
 
 from drafters import TargetModel
 from training.chat import encode_prompt
@@ -64,10 +65,10 @@ def generate_answers(
 
     Args:
         target: the model to answer with, and its tokenizer.
-        rows: each with ``messages`` (trailing assistant turns are dropped), ``prompt`` or ``text``;
-            other columns are carried along.
+        rows: each with ``messages`` (trailing assistant turns are dropped), ``prompt`` or
+            ``turns``; other columns are carried along.
         out: JSONL file; each line adds ``messages``, ``prompt_ids``, ``answer_ids``,
-            ``temperature`` and ``id``.
+            ``temperature`` and ``id``, which names the prompt, the options and the target.
         options: see :class:`AnswerOptions`.
         progress: show a progress bar.
 
@@ -75,16 +76,18 @@ def generate_answers(
         Number of answers written by this call.
 
     Raises:
-        ValueError: no prompts, or a row without a prompt.
+        ValueError: no prompts, a row without a prompt, or ``out`` holds something else than
+            answers (it is left as it is).
     """
     if not rows:
         raise ValueError("prompts: the dataset is empty")
     done = _finished_ids(out)
+    made_by = _made_by(target)
     longest = min(options.max_prompt_tokens, target.max_length - options.max_new_tokens)
     waiting, skipped = [], 0
     for row in rows:
         messages = prompt_messages(row)
-        key = _row_id(messages, options)
+        key = _row_id(messages, options, made_by)
         if key not in done:
             ids = encode_prompt(target.tokenizer, messages)
             done.add(key)
@@ -114,6 +117,25 @@ def generate_answers(
     return written
 
 
+def select_answers(
+    target: TargetModel, rows: Sequence[dict[str, Any]], out: Path, options: AnswerOptions
+) -> list[dict[str, Any]]:
+    """The answers in ``out`` to exactly these prompts, options and target.
+
+    The file may hold more: other prompts, temperatures or targets answered into it earlier.
+
+    Raises:
+        ValueError: none of them is there.
+    """
+    made_by = _made_by(target)
+    wanted = {_row_id(prompt_messages(row), options, made_by) for row in rows}
+    with out.open(encoding="utf-8") as file:
+        found = [record for record in map(json.loads, file) if record["id"] in wanted]
+    if not found:
+        raise ValueError(f"answers: {out} holds no answer to these prompts")
+    return found
+
+
 def prompt_messages(row: dict[str, Any]) -> list[dict[str, str]]:
     """The conversation to answer: a row's ``messages`` without trailing assistant turns, ``prompt``
     or ``turns[0]``.
@@ -140,9 +162,10 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, str]]:
 def _answer_batch(
     target: TargetModel, prompts: list[list[int]], options: AnswerOptions
 ) -> list[list[int]]:
-    """Left-padded batch through ``generate``;
+    """Left-padded batch through ``generate``; answers end at their first end-of-sequence token.
 
-    Every answer ends at its first end-of-sequence token.
+    The target's own generation config (penalties, suppressed tokens, ...) is set aside: the head
+    will draft for the plain law.
     """
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -150,20 +173,26 @@ def _answer_batch(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    sampled: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        sampled = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=list(target.eos_token_ids) or None,
+        pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
+        do_sample=options.temperature > 0,
+        temperature=options.temperature or None,
+        top_k=0 if options.temperature > 0 else None,
+    )
+    own = target.model.generation_config
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(
             options.seed + int(hashlib.sha256(str(prompts).encode()).hexdigest()[:8], 16)
         )
-        out = target.model.generate(
-            ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            max_new_tokens=options.max_new_tokens,
-            pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
-            **sampled,
-        )
+        target.model.generation_config = config
+        try:
+            out = target.model.generate(
+                ids.to(target.device), attention_mask=mask.to(target.device)
+            )
+        finally:
+            target.model.generation_config = own
     return [_cut(answer, target.eos_token_ids) for answer in out[:, width:].cpu()]
 
 
@@ -197,26 +226,40 @@ def _line(
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _row_id(messages: list[dict[str, str]], options: AnswerOptions) -> str:
-    identity = [messages, options.temperature, options.max_new_tokens, options.seed]
+def _made_by(target: TargetModel) -> list[str]:
+    """What of a target decides its answers."""
+    return sorted(f"{key}:{value}" for key, value in target.fingerprint().items())
+
+
+def _row_id(messages: list[dict[str, str]], options: AnswerOptions, made_by: list[str]) -> str:
+    identity = [messages, options.temperature, options.max_new_tokens, options.seed, made_by]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finished_ids(out: Path) -> set[str]:
-    """Ids already answered; a last line cut short by a kill is removed from the file."""
+    """Ids already answered; a last line cut short by a kill is removed from the file.
+
+    Raises:
+        ValueError: any other line is not an answer written here; nothing is removed.
+    """
     if not out.exists():
         return set()
-    done, good = set(), 0
-    with out.open("rb") as file:
-        for line in file:
-            try:
-                done.add(json.loads(line)["id"])
-            except (ValueError, KeyError):
-                break
-            good += len(line)
-    if good < out.stat().st_size:
+    content = out.read_bytes()
+    whole, _, cut = content.rpartition(b"\n")
+    done = set()
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            done.add(record["id"])
+            record["answer_ids"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"answers: line {number} of {out} is not an answer written by Headway: name "
+                "another file to write to"
+            ) from error
+    if cut:
         with out.open("r+b") as file:
-            file.truncate(good)
+            file.truncate(len(content) - len(cut))
     return done
 
 

@@ -21,6 +21,11 @@ Message = dict[str, str]
 ROLES = ("system", "user", "assistant", "tool")
 
 
+_ANSWER_IT = (
+    "Have the target answer it first: data.regenerate=true, or python -m scripts.generate_answers"
+)
+
+
 class MaskError(ValueError):
     """The supervised mask of a row cannot be established."""
 
@@ -78,19 +83,20 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Token
         encoded = encode_messages(tokenizer, row["messages"])
     elif row.get("text") is not None:
         ids = tokenizer(row["text"])["input_ids"]
+        if len(ids) < 2:
+            raise MaskError("the text of this row is too short: it needs at least two tokens")
         # A base model wrote, or would write, every token but the first.
-        return (
-            TokenizedRow(ids, [False] + [True] * (len(ids) - 1))
-            if len(ids) > 1
-            else _refuse("text is too short")
-        )
+        return TokenizedRow(ids, [False] + [True] * (len(ids) - 1))
+    elif row.get("prompt") is not None or row.get("turns") is not None:
+        raise MaskError(f"this row is a prompt without an answer. {_ANSWER_IT}")
     else:
         raise MaskError(
             f"row has none of the columns messages, prompt, text or answer_ids: {sorted(row)}"
         )
     if not any(encoded.supervised):
         raise MaskError(
-            "no token of this row is supervised: it has no assistant turn, or an empty one"
+            "no token of this row is supervised: it has no assistant turn, or an empty one. "
+            + _ANSWER_IT
         )
     if all(encoded.supervised):
         raise MaskError("every token of this row is supervised: the prompt is missing")
@@ -109,9 +115,12 @@ def encode_messages(
     check_messages(messages)
     template = require_chat_template(tokenizer)
     if "{% generation" in template or "{%- generation" in template:
-        rendered: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        try:
+            rendered: Any = tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:  # jinja2 errors: the template's own refusals
+            raise MaskError(f"the chat template refuses this conversation: {error}") from error
         return TokenizedRow(
             list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
         )
@@ -124,9 +133,11 @@ def check_messages(messages: Sequence[Message]) -> None:
     Raises:
         MaskError: naming the message.
     """
-    if not messages:
-        raise MaskError("messages is empty")
+    if isinstance(messages, str) or not messages:
+        raise MaskError("messages is empty, or not a list of {role, content}")
     for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise MaskError(f"message {number} must be {{role, content}}, got {message!r}")
         if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
             raise MaskError(
                 f"message {number} needs a role in {ROLES} and text content, got {message}"
@@ -182,7 +193,3 @@ def _render(
     except Exception as error:  # jinja2 errors: the template's own refusals
         raise MaskError(f"the chat template refuses this conversation: {error}") from error
     return ids
-
-
-def _refuse(reason: str) -> TokenizedRow:
-    raise MaskError(reason)

@@ -77,12 +77,10 @@ def save_checkpoint(
 
 
 def list_checkpoints(out: Path) -> list[Path]:
-    """Finished checkpoints in ``out``, oldest first."""
-    return sorted(
-        path
-        for path in (out / "checkpoints").glob(f"{_PREFIX}*")
-        if (path / "trainer_state.json").exists()
-    )
+    """Finished checkpoints in ``out``, oldest first by step."""
+    found = (out / "checkpoints").glob(f"{_PREFIX}*")
+    finished = [path for path in found if (path / "trainer_state.json").exists()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def find_checkpoint(out: Path, resume: str) -> Path | None:

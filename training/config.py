@@ -14,6 +14,9 @@ from typing import Any
 
 import draccus
 
+from training.losses import DISTILLATION
+
+LOSSES = tuple(sorted(DISTILLATION))
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -28,12 +31,17 @@ class TargetOptions:
     attn_implementation: str = "sdpa"
     """sdpa or eager."""
     device: str = "auto"
-    """auto (the accelerator's), cpu, cuda:0, ..."""
+    """auto (the accelerator's choice) or cpu; the head trains on the same device."""
 
     def __post_init__(self) -> None:
         """Raise ValueError naming a field that is out of range."""
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype {self.dtype!r} is unknown: choose one of {DTYPES}")
+        choices = {"attn_implementation": ("sdpa", "eager"), "device": ("auto", "cpu")}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"target.{name} must be one of {known}, got {value!r}")
 
 
 @dataclass
@@ -110,6 +118,18 @@ class LossOptions:
     chunk: int = 256
     """Label rows whose vocabulary-sized tensors live at once; 0 takes all."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        if self.name not in LOSSES:
+            raise ValueError(f"loss.name {self.name!r} is unknown: choose one of {LOSSES}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"loss.steps must be at least 1, got {self.steps}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"loss.decay must lie in (0, 1], got {self.decay}")
+        for name in ("confidence_weight", "chunk"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loss.{name} must be at least 0, got {getattr(self, name)}")
+
 
 @dataclass
 class DataOptions:
@@ -154,6 +174,16 @@ class DataOptions:
         """Raise ValueError naming a field that is out of range."""
         if not self.train:
             raise ValueError("data.train is empty: name at least one dataset")
+        for name in ("answer_tokens", "answer_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
+        if self.answer_temperature < 0 or self.feature_memory_gb < 0:
+            raise ValueError(
+                "data.answer_temperature and data.feature_memory_gb must be at least 0, got "
+                f"{self.answer_temperature} and {self.feature_memory_gb}"
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit must be at least 1, got {self.limit}")
         if self.max_length < 4:
             raise ValueError(f"data.max_length must be at least 4, got {self.max_length}")
         if not self.regenerate and self.answers is not None:
@@ -206,6 +236,14 @@ class EvalOptions:
     size: int = 32
     """Draft tree nodes, root included."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError naming a field that is out of range."""
+        for name, least in (("every", 0), ("limit", 1), ("max_new_tokens", 2), ("size", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"evaluate.{name} must be at least {least}, got {getattr(self, name)}"
+                )
+
 
 @dataclass
 class RunOptions:
@@ -251,6 +289,10 @@ class RunOptions:
                 raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}")
+        if self.epochs <= 0:
+            raise ValueError(f"run.epochs must be positive, got {self.epochs}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"run.threads must be at least 1, got {self.threads}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
                 f"run.mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}"
@@ -293,7 +335,9 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
     try:
         return draccus.parse(TrainConfig, args=args)
     except (draccus.utils.DecodingError, draccus.utils.ParsingError, OSError) as error:
-        raise ValueError(f"config: {error}") from error
+        raise ValueError(f"config: {_innermost(error)}") from error
+    except (AttributeError, TypeError) as error:  # draccus on a YAML file that is not a mapping
+        raise ValueError("config: the file must be a YAML mapping of sections") from error
 
 
 def save_config(config: TrainConfig, folder: Path) -> None:
@@ -305,6 +349,18 @@ def save_config(config: TrainConfig, folder: Path) -> None:
 def dump_config(config: TrainConfig) -> str:
     """The resolved configuration as YAML."""
     return str(draccus.dump(config))
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Our own message: draccus wraps what ``__post_init__`` raises and drops its text."""
+    found = error
+    if "instantiate" not in str(error):
+        return error
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        if type(error) is ValueError:
+            found = error
+    return found
 
 
 def _is_config(arg: str) -> bool:

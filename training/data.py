@@ -4,6 +4,7 @@ exactly.
 Legend: B batch, T sequence length.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -51,6 +52,8 @@ def load_rows(source: str, split: str = "train", limit: int | None = None) -> li
         ValueError: the source cannot be read or is empty.
     """
     path = Path(source)
+    if path.is_file() and path.stat().st_size < 8 and path.read_bytes().strip() in (b"", b"[]"):
+        raise ValueError(f"data: {source!r} is empty")
     try:
         if path.suffix in (".jsonl", ".json"):
             loaded = datasets.load_dataset("json", data_files=str(path), split="train")
@@ -61,12 +64,14 @@ def load_rows(source: str, split: str = "train", limit: int | None = None) -> li
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             loaded = datasets.load_dataset(source, split=split)
+    except IndexError as error:  # what datasets raises on a saved dataset without shards
+        raise ValueError(f"data: {source!r} is empty") from error
     except Exception as error:  # datasets raises its own, pyarrow's and fsspec's errors
         raise ValueError(f"data: cannot read {source!r}: {error}") from error
-    if limit is not None:
-        loaded = loaded.select(range(min(limit, len(loaded))))
     if not len(loaded):
         raise ValueError(f"data: {source!r} is empty")
+    if limit is not None:
+        loaded = loaded.select(range(min(limit, len(loaded))))
     return [{key: value for key, value in row.items() if value is not None} for row in loaded]
 
 
@@ -85,10 +90,7 @@ def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
     """
     groups: list[list[TokenizedRow]] = []
     room: list[int] = []
-    for row in rows:
-        cut = TokenizedRow(row.ids[:length], row.supervised[:length])
-        if not any(cut.supervised):
-            continue
+    for cut in _usable(rows, length):
         size = len(cut.ids)
         slot = next((i for i in range(max(0, len(room) - 64), len(room)) if room[i] >= size), None)
         if slot is None:
@@ -97,11 +99,22 @@ def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
             slot = len(groups) - 1
         groups[slot].append(cut)
         room[slot] -= size
-    if not groups:
+    return groups
+
+
+def _usable(rows: Iterable[TokenizedRow], length: int) -> list[TokenizedRow]:
+    """Rows cut at ``length``, without those that have nothing supervised left.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    cut = [TokenizedRow(row.ids[:length], row.supervised[:length]) for row in rows]
+    usable = [row for row in cut if any(row.supervised)]
+    if not usable:
         raise ValueError(
             "data: no row has a supervised token within data.max_length: nothing to train on"
         )
-    return groups
+    return usable
 
 
 def collate(
@@ -154,12 +167,18 @@ class PackedDataset:
         seed: int = 0,
         packed: bool = True,
     ) -> None:
-        self.groups = (
-            pack(rows, length)
-            if packed
-            else [group for row in rows for group in pack([row], length)]
-        )
+        self.groups = pack(rows, length) if packed else [[row] for row in _usable(rows, length)]
+        self.num_unusable = len(rows) - sum(len(group) for group in self.groups)
         self.length, self.batch_size, self.seed = length, batch_size, seed
+
+    @property
+    def digest(self) -> str:
+        """Hash of all token ids and masks: what a resumed run must find again."""
+        digest = hashlib.sha256()
+        for group in self.groups:
+            for row in group:
+                digest.update(str(row.ids).encode() + bytes(row.supervised))
+        return digest.hexdigest()[:16]
 
     @property
     def supervised_tokens(self) -> int:

@@ -12,12 +12,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -73,7 +75,9 @@ class Trainer:
             config.optim.schedule, self.optimizer, warmup, self.total_steps
         )
         self.objective, self.optimizer = accelerator.prepare(objective, self.optimizer)
+        self.world, self._prepared = accelerator.num_processes, False
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self._stop, self.stopping = _Stop(), False
         self.sums: dict[str, Tensor] = {}
         self.metrics_file = self.out / "metrics.jsonl"
 
@@ -88,8 +92,8 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written or read.
             KeyboardInterrupt: stopped by a signal, after the current step was saved.
         """
-        self._resume()
-        results: dict[str, float] = {}
+        if not self._prepared:
+            self.prepare()
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -97,7 +101,7 @@ class Trainer:
             unit="step",
             disable=None if self.accelerator.is_main_process else True,
         )
-        with bar, stop_on_signal() as stop:
+        with bar, stop_on_signal() as self._stop:
             while self.step < self.total_steps:
                 loss = self._train_step()
                 bar.update()
@@ -105,19 +109,18 @@ class Trainer:
                 last = self.step == self.total_steps
                 if last or self.step % self.run.log_every == 0:
                     self._log()
-                every = self.config.evaluate.every
-                if self.evaluate is not None and (last or (every and self.step % every == 0)):
-                    results = self._evaluate()
-                if last or stop or (self.run.save_every and self.step % self.run.save_every == 0):
+                if last or self.stopping or _due(self.step, self.run.save_every):
                     self._save()
-                if stop and not last:
+                if self.stopping and not last:
                     raise KeyboardInterrupt(
                         f"stopped at step {self.step}; the same command continues from there"
                     )
-        return results
+                if not last and _due(self.step, self.config.evaluate.every):
+                    self._evaluate()
+        return self._evaluate()
 
     def _train_step(self) -> float:
-        """One optimizer step: micro-batches, global normalisation, clipping."""
+        """One optimizer step: micro-batches, global normalisation, clipping; returns the loss."""
         start = time.perf_counter()
         accelerator, device = self.accelerator, self.accelerator.device
         micro = self.run.micro_batch_size
@@ -141,8 +144,10 @@ class Trainer:
                 total += loss.detach().float() / (accelerator.num_processes * len(batches))
                 if accelerator.sync_gradients:
                     self._optimizer_step()
-        total = accelerator.reduce(total, reduction="sum")
-        value = total.item()
+        # Whether to stop is decided together, or some processes would wait for the others forever.
+        shared = torch.stack((total, total.new_tensor(float(bool(self._stop)))))
+        value, stops = accelerator.reduce(shared, reduction="sum").tolist()
+        self.stopping = stops > 0
         if not math.isfinite(value):
             raise TrainingError(
                 f"the loss of step {self.step + 1} is {value}: lower optim.lr, check target.dtype, "
@@ -152,7 +157,7 @@ class Trainer:
         self.step += 1
         self.tokens += int(count)
         self.seconds += time.perf_counter() - start
-        self._add({"loss_sum": total, "loss_count": torch.ones_like(total)})
+        self._add({"loss_sum": total, "loss_count": torch.ones_like(total) / self.world})
         return value
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -185,12 +190,8 @@ class Trainer:
 
     def _log(self) -> None:
         """Divide sums by counts once, over all processes, and write a line."""
-        names = sorted(self.sums)
-        stacked = torch.stack([self.sums[name].float() for name in names])
-        totals = dict(
-            zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True)
-        )
-        stems = [name.removesuffix("_sum") for name in names if name.endswith("_sum")]
+        totals = self._totals()
+        stems = [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]
         means = {
             f"train/{stem}": totals[f"{stem}_sum"] / max(totals[f"{stem}_count"], 1)
             for stem in stems
@@ -203,6 +204,16 @@ class Trainer:
         }
         self._write({**means, **rate})
 
+    def _totals(self) -> dict[str, float]:
+        """Metric sums of the current window over all processes."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        stacked = torch.stack([self.sums[name] for name in names])
+        return dict(
+            zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True)
+        )
+
     def _write(self, values: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
             with self.metrics_file.open("a") as file:
@@ -211,10 +222,9 @@ class Trainer:
             self.accelerator.log(values, step=self.step)
 
     def _evaluate(self) -> dict[str, float]:
-        """Acceptance length by the decoder, on the main process."""
-        assert self.evaluate is not None
+        """Acceptance length by the decoder, on the main process; {} on the others."""
         results: dict[str, float] = {}
-        if self.accelerator.is_main_process:
+        if self.evaluate is not None and self.accelerator.is_main_process:
             self.drafter.eval()
             results = self.evaluate(self.drafter, self.step)
             self.drafter.train()
@@ -226,6 +236,7 @@ class Trainer:
         return results
 
     def _save(self) -> None:
+        window = self._totals()
         if self.accelerator.is_main_process:
             state = {
                 "scheduler": {
@@ -234,16 +245,26 @@ class Trainer:
                 "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
+                "window": window,
                 "identity": self._identity(),
             }
             save_checkpoint(self.out, self.step, self.drafter, self.optimizer, state, self.run.keep)
         self.accelerator.wait_for_everyone()
 
-    def _resume(self) -> None:
+    def prepare(self) -> None:
+        """Make the run folder ready, or restore the newest checkpoint; changes nothing if refused.
+
+        Raises:
+            TrainingError: the checkpoint belongs to a run with other settings.
+            CheckpointError: it is damaged, or not allowed by ``run.resume``.
+        """
+        self._prepared = True
+        main = self.accelerator.is_main_process
         checkpoint = find_checkpoint(self.out, self.run.resume)
         if checkpoint is None:
-            self.metrics_file.parent.mkdir(parents=True, exist_ok=True)
-            self.metrics_file.unlink(missing_ok=True) if self.accelerator.is_main_process else None
+            self.out.mkdir(parents=True, exist_ok=True)
+            if main:
+                self.metrics_file.unlink(missing_ok=True)
             return
         recorded = read_state(checkpoint)["identity"]
         differing = {key: (recorded.get(key), value) for key, value in self._identity().items()}
@@ -251,15 +272,20 @@ class Trainer:
         if differing:
             raise TrainingError(
                 f"{checkpoint} was trained with other settings (checkpoint, now): {differing}. Use "
-                "the same settings, "
-                "or another run.out with drafter.init_from to start from its head"
+                "the same settings, or another run.out with drafter.init_from to start from it"
             )
         state = load_checkpoint(checkpoint, self.drafter, self.optimizer)
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state["scheduler"]})
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        if self.accelerator.is_main_process:
+        device = self.accelerator.device
+        wide = torch.float64 if device.type == "cpu" else torch.float32
+        self.sums = {  # the window is global, so one process carries it on
+            name: torch.tensor(value if main else 0.0, dtype=wide, device=device)
+            for name, value in state["window"].items()
+        }
+        if main:
             _keep_lines(self.metrics_file, self.step)
         logger.info("resuming %s at step %d", checkpoint, self.step)
 
@@ -276,7 +302,10 @@ class Trainer:
             "data.max_length": data.length,
             "sequences": len(data.groups),
             "supervised tokens": data.supervised_tokens,
-            "optim.lr": self.config.optim.lr,
+            "token ids": data.digest,
+            "target.dtype": self.config.target.dtype,
+            "run.mixed_precision": run.mixed_precision,
+            **{f"optim.{name}": _jsonable(v) for name, v in vars(self.config.optim).items()},
             **{f"loss.{name}": value for name, value in vars(self.config.loss).items()},
         }
 
@@ -288,25 +317,30 @@ def make_accelerator(run: RunOptions, device: str = "auto") -> Accelerator:
     Raises:
         ValueError: batch sizes do not divide, or the distributed type is not supported yet.
     """
+    available = {str(tracker) for tracker in get_available_trackers()}
+    if unknown := sorted(set(run.trackers) - available):
+        raise ValueError(
+            f"run.trackers: {unknown[0]!r} is not installed or not known to accelerate; here are "
+            f"{sorted(available) or 'none'}"
+        )
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # others wait for evaluations
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
-        gradient_accumulation_steps=1,
         log_with=run.trackers or None,
         project_dir=run.out,
         cpu=device == "cpu",
+        kwargs_handlers=[patience],
     )
     world = accelerator.num_processes
     if run.batch_size % (world * run.micro_batch_size):
         raise ValueError(
             f"run.batch_size ({run.batch_size}) must be a multiple of processes ({world}) x "
-            "run.micro_batch_size "
-            f"({run.micro_batch_size})"
+            f"run.micro_batch_size ({run.micro_batch_size})"
         )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise ValueError(
             f"{accelerator.distributed_type.value} is not supported yet: launch without it (one "
-            "process or plain "
-            "data parallelism)"
+            "process or plain data parallelism)"
         )
     accelerator.gradient_accumulation_steps = run.batch_size // (world * run.micro_batch_size)
     return accelerator
@@ -318,6 +352,16 @@ def make_optimizer(objective: Objective, optim: OptimOptions) -> torch.optim.Opt
     return torch.optim.AdamW(
         trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
     )
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether something done every so many steps is due; 0 is never."""
+    return bool(every) and step % every == 0
+
+
+def _jsonable(value: Any) -> Any:
+    """A tuple as the list that JSON reads back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _Stop:

@@ -47,8 +47,7 @@ class ObjectiveOptions:
         """Raise ValueError naming a field that is out of range."""
         if self.loss not in losses.DISTILLATION:
             raise ValueError(
-                f"objective.loss {self.loss!r} is unknown: choose one of "
-                f"{sorted(losses.DISTILLATION)}"
+                f"loss.name {self.loss!r} is unknown: choose one of {sorted(losses.DISTILLATION)}"
             )
         if (
             self.steps < 1
@@ -128,7 +127,8 @@ class Objective(nn.Module, ABC):
             teacher: (m, D) target hidden states that predict the labels.
             valid: (K, m) whether the depth has a draft row for the label.
         """
-        p, best = self._teacher_law(teacher)
+        with torch.autocast(teacher.device.type, enabled=False):  # the law is the target's own
+            p, best = self._teacher_law(teacher)
         known = p.sum(-1) > 0
         if self.drafter.draft_vocab is not None:
             known = torch.isin(best, self.drafter.draft_vocab)

@@ -87,9 +87,9 @@ class Eagle3Proposer:
     """EAGLE-2's dynamic tree (arXiv:2406.16858) over EAGLE-3's draft steps.
 
     Each level runs the best ``top_k`` nodes of the level before, every one of them proposes
-    ``top_k`` children, and at the end the best ``size`` of all are kept. Drawn trees
-    (``rejection``) spread ``size`` evenly over the levels instead, because a drawn token may not be
-    dropped.
+    ``top_k`` children, and at the end the best ``size`` of all are kept. A drawn token may not be
+    dropped, so drawn trees (``rejection``) share ``size`` out beforehand: evenly over the levels,
+    and within a level over its nodes.
 
     Args:
         drafter: attached head.
@@ -237,31 +237,40 @@ class _GrowingTree:
         )
         self.root, self.depth = root, depth
         self.level_start, self.levels = 0, 0
-        self.per_level = max(1, (options.size - 1) // max(depth, 1))
         self.laws: dict[int, Tensor] = {}
 
     def frontier(self) -> Tensor:
         """Nodes of the newest level to expand: the best few by path probability."""
         width = self.options.top_k
         if self.kind is Proposal.DENSE:
-            width = -(-self.per_level // 2) if self.options.top_k > 1 else 1
+            width = min(width, -(-self.share() // 2))  # two children each, where there are many
         return best_frontier(self.candidates, self.level_start, width)
+
+    def share(self) -> int:
+        """Tokens to draw in the next level: an even part of what is left of ``size``."""
+        left = self.options.size - len(self.candidates.tokens)
+        return -(-left // (self.depth - self.levels))
 
     def add_children(self, frontier: Tensor, logits: Tensor) -> None:
         """Children of each frontier node from its logits (F, Vd)."""
         if not self.depth:
             return
         self.level_start = len(self.candidates.tokens)
-        self.levels += 1
         if self.kind is Proposal.DENSE:
             self._draw_children(frontier, logits)
-            return
+        else:
+            self._take_children(frontier, logits)
+        self.levels += 1
+
+    def _take_children(self, frontier: Tensor, logits: Tensor) -> None:
+        """The best ``top_k`` by score; what is too much falls out at the end."""
+        position = self.root + self.levels + 1
         scores = node_scores(
             logits,
             self.drafter.draft_vocab,
             self.sampling,
             self.kind,
-            self.root + self.levels,
+            position,
             self.options.sharpness,
         )
         best = scores.topk(min(self.options.top_k, scores.shape[-1]))
@@ -270,10 +279,15 @@ class _GrowingTree:
         )
 
     def _draw_children(self, frontier: Tensor, logits: Tensor) -> None:
-        """Draw without replacement from the warped draft law; each node has noise of its own."""
-        count = 1 if self.options.top_k == 1 else max(1, round(self.per_level / len(frontier)))
+        """Draw without replacement from the warped draft law; each node has noise of its own.
+
+        How many a node gets is known before its first is drawn: the level's share is spread evenly,
+        and the best nodes take what does not divide.
+        """
         laws = probabilities(logits, self.sampling)  # (F, Vd)
-        for node, law in zip(frontier.tolist(), laws, strict=True):
+        even, rest = divmod(self.share(), len(frontier))
+        for place, (node, law) in enumerate(zip(frontier.tolist(), laws, strict=True)):
+            count = min(even + (place < rest), self.options.top_k)
             noise = gumbel(
                 self.sampling.seed, (self.root << 20) + node, len(law), law.device, Stream.DRAFT
             )

@@ -158,35 +158,35 @@ def noise_features(batch: int, length: int, generator: torch.Generator) -> Tenso
 
 def token_toy(length: int, first_label: int, generator: torch.Generator) -> TargetBatch:
     """The next token is a function of the present one; text and features are noise."""
-    ids = stream(48, length, generator)
+    ids = stream(32, length, generator)
     hidden = codes(FOLLOWER[ids[:, :length]])
-    return toy_batch(ids, hidden, noise_features(48, length, generator), first_label)
+    return toy_batch(ids, hidden, noise_features(32, length, generator), first_label)
 
 
 def feature_toy(length: int, first_label: int, generator: torch.Generator) -> TargetBatch:
     """The hidden state at t knows x_{t+1}; the features at t know x_{t+2}; text is noise."""
-    ids = stream(48, length, generator)
+    ids = stream(32, length, generator)
     features = torch.cat([codes(ids[:, 2 : length + 2])] * 3, dim=-1)
     return toy_batch(ids, codes(ids[:, 1 : length + 1]), features, first_label)
 
 
 def late_feature_toy(length: int, first_label: int, generator: torch.Generator) -> TargetBatch:
     """As :func:`feature_toy`, but row t is handed the features of row t+1."""
-    ids = stream(48, length, generator)
+    ids = stream(32, length, generator)
     features = torch.cat([codes(ids[:, 3 : length + 3])] * 3, dim=-1)
     return toy_batch(ids, codes(ids[:, 1 : length + 1]), features, first_label)
 
 
 def surprise_toy(length: int, first_label: int, generator: torch.Generator) -> TargetBatch:
     """The next token is known to the target's hidden state alone: nobody can draft it."""
-    ids = stream(48, length, generator)
-    features = noise_features(48, length, generator)
+    ids = stream(32, length, generator)
+    features = noise_features(32, length, generator)
     return toy_batch(ids, codes(ids[:, 1 : length + 1]), features, first_label)
 
 
 def future_toy(length: int, offset: int, generator: torch.Generator) -> TargetBatch:
     """For Medusa: the hidden state at t knows x_{t+1} and, of what follows, only x_{t+offset}."""
-    ids = stream(48, length, generator)
+    ids = stream(32, length, generator)
     hidden = codes(ids[:, 1 : length + 1], ids[:, offset : length + offset])
     return toy_batch(ids, hidden, hidden, 1)
 
@@ -237,7 +237,11 @@ def pair_rows(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_eagle3_learns_a_function_of_the_token_it_is_fed(steps: int) -> None:
-    losses = train(eagle_objective(steps), lambda g: token_toy(steps + 2, steps + 1, g), 200)
+    losses = train(
+        eagle_objective(steps),
+        lambda g: token_toy(steps + 2, steps + 1, g),
+        150 + 50 * steps,
+    )
     assert max(losses) < SOLVED, losses
 
 
