@@ -67,11 +67,13 @@ def load_rows(source: str, split: str = "train", limit: int | None = None) -> li
     except IndexError as error:  # what datasets raises on a saved dataset without shards
         raise ValueError(f"data: {source!r} is empty") from error
     except Exception as error:  # datasets raises its own, pyarrow's and fsspec's errors
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"data: {source!r} is empty") from error
         raise ValueError(f"data: cannot read {source!r}: {error}") from error
-    if not len(loaded):
-        raise ValueError(f"data: {source!r} is empty")
     if limit is not None:
         loaded = loaded.select(range(min(limit, len(loaded))))
+    if not len(loaded):
+        raise ValueError(f"data: {source!r} is empty")
     return [{key: value for key, value in row.items() if value is not None} for row in loaded]
 
 

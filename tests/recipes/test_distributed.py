@@ -1,0 +1,92 @@
+"""Two processes train what one does: the same batches, the same gradients, the same metrics."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import save_tiny_target
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("two")
+    target = save_tiny_target(folder / "target", dtype=torch.float32)
+    rows = [
+        {"prompt_ids": [5, 6, 7], "answer_ids": [(3 * i + 7 * j) % 90 for j in range(4 + i % 9)]}
+        for i in range(24)
+    ]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "-m",
+        "recipes.train",
+        f"--target.name={target}",
+        "--target.device=cpu",
+        "--drafter.type=eagle3",
+        f"--data.train=[{data}]",
+        "--data.max_length=32",
+        "--run.batch_size=4",
+        "--run.log_every=1",
+        "--run.parity=false",
+        "--run.threads=1",
+    ]
+
+
+def launch(arguments: list[str], launcher: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines]
+
+
+def test_two_processes_equal_one(tmp_path: Path, arguments: list[str]) -> None:
+    heads, curves = [], []
+    for name, launcher in (("one", []), ("two", TWO)):
+        run = launch([*arguments, f"--run.out={tmp_path / name}", "--run.steps=5"], launcher)
+        stdout, stderr = run.communicate(timeout=240)
+        assert run.returncode == 0, stderr
+        assert json.loads(stdout.splitlines()[-1])["steps"] == 5
+        assert sum(line.startswith("{") for line in stdout.splitlines()) == 1
+        curves.append(losses(tmp_path / name))
+        heads.append(load_file(tmp_path / name / "head" / "model.safetensors"))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3), "nothing was trained"
+    for name, tensor in heads[0].items():
+        assert torch.allclose(tensor, heads[1][name], rtol=1e-3, atol=1e-5), name
+
+
+def test_a_signal_to_one_process_stops_both(tmp_path: Path, arguments: list[str]) -> None:
+    """The other would wait in a collective forever if each decided for itself."""
+    out = tmp_path / "out"
+    run = launch([*arguments, f"--run.out={out}", "--run.steps=100000"], TWO)
+    deadline = time.time() + 120
+    while time.time() < deadline and not (out / "metrics.jsonl").exists():
+        time.sleep(0.2)
+    found = subprocess.run(
+        ["pgrep", "-f", f"recipes.train.*{out}"], capture_output=True, text=True, check=True
+    )
+    workers = [int(pid) for pid in found.stdout.split() if int(pid) != run.pid]
+    os.kill(max(workers), signal.SIGINT)
+    run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert len(list((out / "checkpoints").glob("step-*"))) == 1
