@@ -255,6 +255,14 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
             raise ValueError(
                 f"drafter.init_from is a {drafter.family} head but drafter.type is {options.family}"
             )
+        defaults = vars(type(options)(init_from=options.init_from))
+        for name, default in defaults.items():
+            asked = getattr(options, name)
+            if asked != default and asked != getattr(drafter.config, name):
+                raise ValueError(
+                    f"drafter.{name}={asked} has no effect: the head of drafter.init_from has "
+                    f"{getattr(drafter.config, name)}. Drop it, or train a new head"
+                )
         return drafter.train()
     drafter = build_drafter(options.family, target, config.run.seed, **options.head_fields())
     drafter.set_draft_vocab(dataset.token_counts(target.vocab_size))

@@ -214,6 +214,15 @@ def test_init_from_starts_with_the_weights_of_a_head(
     assert (one["blocks.0.0.linear.weight"] - weight).abs().max() > 1e-6
 
 
+def test_options_that_a_loaded_head_contradicts_are_refused(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    main(arguments)
+    more = [*arguments, f"--drafter.init_from={tmp_path / 'out' / 'head'}"]
+    with pytest.raises(ValueError, match=r"drafter.num_layers=2 has no effect"):
+        main([*more, f"--run.out={tmp_path / 'more'}", "--drafter.num_layers=2"])
+
+
 def test_bad_rows_are_left_out_on_request(
     tmp_path: Path, arguments: list[str], talks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
