@@ -16,15 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import drafters
-
-if Path(drafters.__file__).resolve().parent.parent != Path(__file__).resolve().parent.parent:
-    sys.exit(
-        "another distribution owns the module `drafters` (pip uninstall drafters), or start from "
-        "the root of the "
-        "checkout: this training recipe would run with foreign code"
-    )
-
 import datasets
 import torch
 import transformers
