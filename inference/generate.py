@@ -154,7 +154,7 @@ def plain_generate(
     eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
     timer = PhaseTimer(target.device)
     result = Generation([])
-    for row, prompt in enumerate(prompts):
+    for prompt in prompts:
         cache = DynamicCache(config=target.model.config)
         tokens, pending, phase = list(prompt), list(prompt), "prefill"
         while True:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafters import Eagle3Drafter, MedusaDrafter, TargetModel
-from inference.attention import as_additive, tree_attention_mask
+from inference.attention import mask_for, tree_attention_mask
 from inference.cache import TreeCache
 from inference.proposers import RowState
 from inference.proposers.draft_cache import DraftCache
@@ -159,8 +159,7 @@ def decode_rounds(
         bias = tree_attention_mask(cache.lengths, [mask], cache.columns(len(nodes))).to(
             target.device
         )
-        if target.model.config._attn_implementation == "eager":
-            bias = as_additive(bias, target.dtype)
+        bias = mask_for(target.config, bias, target.dtype)
         out = target.forward(
             torch.tensor([nodes], device=target.device),
             attention_mask=bias,

@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--depth": {
         "type": int,
         "metavar": "N",
-        "help": "longest drafted path; not for Medusa, where it is the number of heads (default: 5)",
+        "help": "longest drafted path; not for Medusa, which has its heads (default: 5)",
     },
     "--branch": {
         "type": int,

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from inference.attention import as_additive, tree_attention_mask
+from inference.attention import as_additive, mask_for, tree_attention_mask
 
 CHAIN = torch.ones(2, 2).tril().bool()
 FORK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
@@ -57,6 +58,19 @@ def test_additive_mask_holds_the_same() -> None:
         assert additive.dtype == dtype
         assert torch.equal(additive == 0, mask)
         assert (additive[~mask] == torch.finfo(dtype).min).all()
+
+
+def test_each_implementation_gets_the_mask_it_takes() -> None:
+    """A bool mask would be added by "eager" as 0 and 1; test_cache shows the outputs equal."""
+    mask = tree_attention_mask([1], [FORK], columns=4)
+    eager, sdpa, flash = (
+        LlamaConfig(attn_implementation=name) for name in ("eager", "sdpa", "flash_attention_2")
+    )
+    assert mask_for(sdpa, mask, torch.float32) is mask
+    additive = mask_for(eager, mask, torch.bfloat16)
+    assert torch.equal(additive, as_additive(mask, torch.bfloat16))
+    with pytest.raises(ValueError, match="'flash_attention_2' cannot take"):
+        mask_for(flash, mask, torch.float32)
 
 
 def test_masks_that_do_not_fit_are_refused() -> None:

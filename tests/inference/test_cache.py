@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3NextConfig
 
-from inference.attention import as_additive, tree_attention_mask
+from inference.attention import mask_for, tree_attention_mask
 from inference.cache import BLOCK, TreeCache
 from inference.tree import Proposal, TokenTree
 
@@ -54,8 +54,7 @@ def run_trees(model: LlamaForCausalLM, cache: TreeCache, trees: Sequence[TokenTr
         positions[row, : tree.num_nodes] = cache.lengths[row] + tree.depths
     masks = [tree.ancestor_mask() for tree in trees]
     mask = tree_attention_mask(cache.lengths, masks, cache.columns(num_rows))
-    if model.config._attn_implementation == "eager":
-        mask = as_additive(mask, torch.float64)
+    mask = mask_for(model.config, mask, torch.float64)
     return model(tokens, attention_mask=mask, position_ids=positions, cache=cache).logits
 
 
@@ -172,16 +171,6 @@ def test_equal_lengths_need_no_mask(model: LlamaForCausalLM) -> None:
             logits = model(tokens[None, start:end], cache=cache).logits[0]
         assert (logits - expected[start:end]).abs().max() < 1e-12
         cache.commit([range(end - start)])
-
-
-def test_reset_empties_the_cache(model: LlamaForCausalLM) -> None:
-    cache = TreeCache(model.config)
-    prefill(model, cache, [random_tokens(6, seed=16)])
-    run_trees(model, cache, [random_tree(FORK, 17)])
-    cache.reset()
-    tokens = random_tokens(4, seed=18)
-    assert (prefill(model, cache, [tokens])[0] - plain(model, tokens)).abs().max() < 1e-12
-    assert cache.lengths == [4]
 
 
 def test_control_a_wrong_path_is_seen(model: LlamaForCausalLM) -> None:

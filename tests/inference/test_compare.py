@@ -1,11 +1,21 @@
 """What explains a difference between two texts: rounding, or a fault."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from drafters import TargetModel
-from inference.compare import NEAR_TIE, explain_difference, reference_text
-from inference.sampling import SamplingParams, gumbel, probabilities
+from inference.compare import (
+    EDGE,
+    NEAR_TIE,
+    _kept,
+    clean_generation_config,
+    explain_difference,
+    reference_text,
+)
+from inference.sampling import SamplingParams, gumbel, keep_top_k, keep_top_p, probabilities
 from tests.tiny import tiny_target
 
 GREEDY = SamplingParams()
@@ -76,6 +86,110 @@ def test_sampled_texts_are_compared_by_the_perturbed_scores() -> None:
     assert impossible is not None and impossible.gap is None and not impossible.near_tie
 
 
+# The edge of top-k and top-p
+
+
+def target_with_law(law: list[float]) -> TargetModel:
+    """A target whose law after PROMPT is `law` for the first tokens, and 0 for the others."""
+    target = tiny_target()
+    state = target.forward(torch.tensor([PROMPT])).last_hidden[0, -1]
+    direction = state / state.norm() ** 2
+    logits = torch.tensor(law, dtype=torch.float64).log()
+    weights = torch.cat([logits, torch.full((96 - len(law),), -200.0, dtype=torch.float64)])
+    target.lm_head.weight.copy_(weights[:, None] * direction)
+    return target
+
+
+def seed_with(order: list[int], law: list[float]) -> int:
+    """A seed whose noise after PROMPT ranks these tokens in this order, clearly."""
+    log_law = torch.tensor(law, dtype=torch.float64).log()
+    for seed in range(1000):
+        scores = log_law + gumbel(seed, len(PROMPT), 96)[: len(law)]
+        ranked = scores.argsort(descending=True).tolist()[: len(order)]
+        if ranked == order and float(scores[order[0]] - scores[order[1]]) > 0.1:
+            return seed
+    raise AssertionError("no such seed")
+
+
+@pytest.mark.parametrize(
+    ("distance", "near"),
+    [(EDGE / 10, True), (-EDGE / 10, True), (EDGE * 10, False), (-EDGE * 10, False)],
+)
+def test_a_token_at_the_edge_of_the_nucleus_is_a_near_tie(distance: float, near: bool) -> None:
+    """Token 2 is kept by one run and dropped by the other, which then takes its next best.
+
+    Kept or dropped by the comparison's own forward, the answer is the same.
+    """
+    law = [0.5, 0.3, 0.15, 0.05]
+    sampling = SamplingParams(1.0, top_p=0.8 + distance, seed=seed_with([2, 0], law))
+    target = target_with_law(law)
+    kept = float(probabilities(logits_after(target, PROMPT), sampling)[2]) > 0
+    assert kept is (distance > 0)
+    for pair in ([2], [0]), ([0], [2]):
+        found = explain_difference(target, PROMPT, *pair, sampling)
+        assert found is not None and found.near_tie is near
+        assert (found.gap is None) is (not near and not kept)
+
+
+@pytest.mark.parametrize(("gap", "near"), [(NEAR_TIE / 10, True), (NEAR_TIE * 10, False)])
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}])
+def test_a_tie_at_the_cut_off_is_a_near_tie(
+    options: dict[str, Any], gap: float, near: bool
+) -> None:
+    """Tokens 1 and 2 are as good as each other, and one of them is kept."""
+    law = [0.5, 0.25, 0.25 * math.exp(-gap)]
+    sampling = SamplingParams(1.0, **options, seed=seed_with([2, 1], law))
+    target = target_with_law(law)
+    support = probabilities(logits_after(target, PROMPT), sampling).nonzero().flatten()
+    assert support.tolist() == [0, 1]
+    found = explain_difference(target, PROMPT, [1], [2], sampling)
+    assert found is not None and found.near_tie is near
+
+
+def test_at_the_edge_the_better_token_must_still_win() -> None:
+    """Token 2 may be kept, but nothing makes it win over 0."""
+    law = [0.5, 0.3, 0.15, 0.05]
+    sampling = SamplingParams(1.0, top_p=0.8 + EDGE / 10, seed=seed_with([0, 2], law))
+    found = explain_difference(target_with_law(law), PROMPT, [0], [2], sampling)
+    assert found is not None and found.gap is not None and found.gap > 0.1
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.05}, {"top_k": 12, "top_p": 0.6}]
+)
+def test_in_doubt_is_what_rounding_can_change(options: dict[str, Any]) -> None:
+    """Logits wrong by up to NEAR_TIE / 2 keep all beyond doubt, and nothing that is ruled out."""
+    params = SamplingParams(1.0, **options)
+    generator = torch.Generator().manual_seed(0)
+    undecided = 0
+    for _ in range(300):
+        logits = torch.randn(40, generator=generator, dtype=torch.float64)
+        logits = (8 * logits).round() / 4  # many exact ties
+        wrong = logits + NEAR_TIE * (torch.rand(40, generator=generator).double() - 0.5)
+        log_probs = logits.log_softmax(-1)
+        surely, maybe = (_kept(log_probs, params, doubtful=flag) for flag in (False, True))
+        kept = probabilities(wrong, params) > 0
+        assert bool((surely <= kept).all()) and bool((kept <= maybe).all())
+        undecided += int((surely != maybe).sum())
+    assert 0 < undecided < 300 * 40 / 5
+    exact = torch.randn(40, generator=generator, dtype=torch.float64)  # no ties: both agree
+    law = keep_top_p(keep_top_k(exact, params.top_k or 40), params.top_p or 1.0) > -torch.inf
+    for flag in (False, True):
+        assert torch.equal(_kept(exact.log_softmax(-1), params, doubtful=flag), law)
+
+
+def test_broken_logits_explain_nothing() -> None:
+    target = tiny_target()
+    with torch.no_grad():
+        target.lm_head.weight.fill_(torch.nan)
+    for sampling in (GREEDY, SamplingParams(1.0), SamplingParams(1.0, top_p=0.5)):
+        found = explain_difference(target, PROMPT, [3], [4], sampling)
+        assert found is not None and found.gap is None and not found.near_tie
+
+
+# References
+
+
 def test_both_references_decode_the_same_text_and_time_it() -> None:
     target = tiny_target()
     plain, theirs = (
@@ -86,12 +200,46 @@ def test_both_references_decode_the_same_text_and_time_it() -> None:
 
 
 def test_generate_is_asked_for_plain_greedy_decoding() -> None:
-    """Whatever the model's generation config would have it do."""
+    """Whatever the model's generation config would have it do, which stays as it is."""
     target = tiny_target()
-    target.model.generation_config.repetition_penalty = 5.0
-    target.model.generation_config.do_sample = True
+    plain = reference_text(target, PROMPT, 12, GREEDY).tokens
+    wishes: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 2.0,
+        "top_k": 3,
+        "num_beams": 2,
+        "repetition_penalty": 5.0,
+        "no_repeat_ngram_size": 1,
+        "suppress_tokens": [plain[2]],
+        "begin_suppress_tokens": [plain[0]],
+        "bad_words_ids": [[plain[1]]],
+        "min_new_tokens": 30,
+        "max_length": 5,
+        "forced_eos_token_id": 7,
+        "sequence_bias": [[[plain[3]], -50.0]],
+    }
+    config = target.model.generation_config
+    for name, value in wishes.items():
+        setattr(config, name, value)
     theirs = reference_text(target, PROMPT, 12, GREEDY, "generate")
-    assert theirs.tokens == reference_text(target, PROMPT, 12, GREEDY).tokens
+    assert theirs.tokens == plain
+    assert target.model.generation_config is config
+    assert {name: getattr(config, name) for name in wishes} == wishes
+
+
+@pytest.mark.parametrize("ends", [3, [50, 3], None])
+def test_the_clean_config_ends_texts_where_the_target_does(ends: int | list[int] | None) -> None:
+    target = tiny_target()
+    plain = reference_text(target, PROMPT, 12, GREEDY).tokens
+    stop = [plain[4], 95] if isinstance(ends, list) else plain[4] if ends else None
+    target.model.generation_config.eos_token_id = stop
+    target.config.eos_token_id = None
+    expected = plain[: plain.index(plain[4]) + 1] if ends else plain
+    for kind in ("plain", "generate"):
+        assert reference_text(target, PROMPT, 12, GREEDY, kind).tokens == expected
+    config = clean_generation_config(target, 9, do_sample=True, temperature=0.5)
+    assert (config.max_new_tokens, config.do_sample, config.temperature) == (9, True, 0.5)
+    assert config.repetition_penalty is None and config.suppress_tokens is None
 
 
 def test_references_that_cannot_work_are_refused() -> None:

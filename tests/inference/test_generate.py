@@ -1,16 +1,23 @@
 """Lossless decoding: speculative output equals plain decoding, token for token, in float64."""
 
+import functools
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig
 
+import inference.generate as generate_module
 from drafters import Drafter, TargetModel, build_drafter
-from inference.generate import Round, plain_generate, speculative_generate
-from inference.proposers import Eagle3Proposer, MedusaProposer, build_proposer
+from inference.cache import TreeCache
+from inference.generate import Generation, Round, plain_generate, speculative_generate
+from inference.proposers import Eagle3Proposer, MedusaProposer, Proposer, RowState, build_proposer
+from inference.proposers.heads import proposal_kind
 from inference.sampling import SamplingParams
-from inference.tree import static_tree
+from inference.timing import PhaseTimer
+from inference.tree import Proposal, TokenTree, static_tree
 from tests.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20] * 11]
@@ -41,26 +48,175 @@ PROPOSERS = {
 }
 
 
+class NoisyOracle:
+    """Drafts the true continuation among wrong tokens, off its path and on it.
+
+    Every level of a tree has a wrong sibling before or after the true token, with a wrong child
+    of its own; at some positions the true token is missing, so that rounds end at all depths.
+
+    Args:
+        texts: per row of the batch its prompt and true continuation.
+        depth: longest path.
+        wrong: whether there are wrong tokens at all; without, the drafts are the true chain.
+    """
+
+    feature_layers = ()
+
+    def __init__(self, texts: Sequence[list[int]], depth: int = 4, wrong: bool = True) -> None:
+        self.texts, self.depth, self.wrong = texts, depth, wrong
+
+    def start(self, batch_size: int, timer: PhaseTimer) -> None:
+        assert batch_size == len(self.texts)
+
+    def propose(
+        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
+    ) -> list[TokenTree | None]:
+        kind = proposal_kind(rule, sampling)
+        assert kind is not Proposal.DENSE, "an oracle does not draw from a law"
+        rows = zip(self.texts, states, strict=True)
+        return [None if state is None else self.grow(text, state, kind) for text, state in rows]
+
+    def grow(self, text: list[int], state: RowState, kind: Proposal) -> TokenTree:
+        place = len(state.tokens)
+        truth = text[place : place + min(self.depth, state.max_depth)]
+        if not self.wrong:
+            return TokenTree.chain(torch.tensor([state.tokens[-1], *truth]), kind)
+        tokens, parents, node = [state.tokens[-1]], [-1], 0
+        for position, token in enumerate(truth, start=place):
+            children = [(token + 7) % 96, token]
+            if position % 11 in (0, 1, 3, 6):
+                children[1] = (token + 11) % 96  # the end of what can be accepted
+            if position % 3 == 0:
+                children.reverse()
+            first = len(tokens)
+            tokens += children
+            parents += [node, node]
+            if position + 1 < place + len(truth):
+                tokens.append((token + 13) % 96)  # below the wrong sibling
+                parents.append(first + children.index((token + 7) % 96))
+            if token not in children:
+                break
+            node = first + children.index(token)
+        return TokenTree(torch.tensor(tokens), torch.tensor(parents), kind)
+
+
+GREEDY = SamplingParams()
+SAMPLED = [
+    SamplingParams(0.7, seed=7),
+    SamplingParams(1.3, seed=7),
+    SamplingParams(0.9, 12, 0.8, 3),
+]
+PLAIN_TOKENS = [
+    *itertools.product(["match", "coupled"], [GREEDY, *SAMPLED]),
+    ("rejection", GREEDY),
+]
+"""Rules and laws that promise the very tokens of plain decoding."""
+
+
+def decode_with_oracle(
+    target: TargetModel, texts: Sequence[list[int]], sampling: SamplingParams, rule: str
+) -> tuple[Generation, list[Round]]:
+    rounds: list[Round] = []
+    result = speculative_generate(
+        target,
+        NoisyOracle(texts),
+        [text[:-NEW] for text in texts],
+        max_new_tokens=NEW,
+        sampling=sampling,
+        rule=rule,
+        eos_token_ids=(),
+        on_round=rounds.append,
+    )
+    return result, rounds
+
+
+@functools.cache
+def true_texts(target: TargetModel, sampling: SamplingParams) -> list[list[int]]:
+    plain = plain_generate(
+        target, PROMPTS, max_new_tokens=NEW, sampling=sampling, eos_token_ids=()
+    ).sequences
+    return [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
+
+
+@pytest.mark.parametrize(("rule", "sampling"), PLAIN_TOKENS)
+def test_accepted_branches_leave_the_output_plain(
+    target: TargetModel, rule: str, sampling: SamplingParams
+) -> None:
+    """Commits of several rows, out of order, in a batch whose rows end at different times."""
+    texts = true_texts(target, sampling)
+    result, rounds = decode_with_oracle(target, texts, sampling, rule)
+    assert result.sequences == [text[-NEW:] for text in texts]
+    accepted = [len(done.accepted) for done in rounds]
+    assert set(accepted) >= {0, 1, 2, 4}
+    assert result.stats.num_accepted_tokens == sum(accepted) > len(PROMPTS) * NEW / 2
+    per_row = [sum(done.row == row for done in rounds) for row in range(len(PROMPTS))]
+    assert len(set(per_row)) > 1, "no row outlived another"
+    for text in texts:
+        alone, _ = decode_with_oracle(target, [text], sampling, rule)
+        assert alone.sequences == [text[-NEW:]]
+
+
+class Recorder(NoisyOracle):
+    """Keeps what the decoder hands over of the target's hidden states."""
+
+    feature_layers = (1, 4)
+
+    def start(self, batch_size: int, timer: PhaseTimer) -> None:
+        self.seen: list[list[RowState]] = [[] for _ in range(batch_size)]
+
+    def propose(
+        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
+    ) -> list[TokenTree | None]:
+        for row, state in enumerate(states):
+            if state is not None:
+                self.seen[row].append(replace(state))
+                known = sum(len(seen.hidden) for seen in self.seen[row])
+                assert known == len(state.tokens) - 1, "all but the last token, which is new"
+        return super().propose(states, sampling, rule)
+
+
+def test_proposers_are_given_the_states_of_what_was_committed(target: TargetModel) -> None:
+    """Each position once and in order, whatever branches were tried in between."""
+    texts = true_texts(target, GREEDY)
+    recorder = Recorder(texts)
+    speculative_generate(target, recorder, PROMPTS, max_new_tokens=NEW, eos_token_ids=())
+    for text, states in zip(texts, recorder.seen, strict=True):
+        out = target.forward(torch.tensor([text]), feature_layers=recorder.feature_layers)
+        features = torch.cat([state.features for state in states if state.features is not None])
+        hidden = torch.cat([state.hidden for state in states])
+        assert len(states) > 4 and out.features is not None
+        assert torch.allclose(features, out.features[0, : len(features)], atol=1e-5)
+        assert torch.allclose(hidden, out.last_hidden[0, : len(hidden)], atol=1e-5)
+
+
+def test_a_wrong_commit_is_seen(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: keep the first rows instead of the accepted ones."""
+
+    class FirstRows(TreeCache):
+        def commit(self, paths: Sequence[Sequence[int]]) -> None:
+            super().commit([range(len(path)) for path in paths])
+
+    monkeypatch.setattr(generate_module, "TreeCache", FirstRows)
+    texts = true_texts(target, GREEDY)
+    result, _ = decode_with_oracle(target, texts, GREEDY, "match")
+    assert result.sequences != [text[-NEW:] for text in texts]
+
+
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("rule", ["match", "coupled"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_output_is_plain_decodings_own(
     target: TargetModel, name: str, rule: str, temperature: float
 ) -> None:
+    """With untrained heads, whose drafts are mostly rejected."""
     sampling = SamplingParams(temperature=temperature, seed=7)
-    plain = plain_generate(target, PROMPTS, max_new_tokens=NEW, sampling=sampling)
+    expected = [text[-NEW:] for text in true_texts(target, sampling)]
     proposer = PROPOSERS[name](target)
-    batch = speculative_generate(
-        target, proposer, PROMPTS, max_new_tokens=NEW, sampling=sampling, rule=rule
-    )
-    assert batch.sequences == plain.sequences
-    alone = [
-        speculative_generate(
-            target, proposer, [p], max_new_tokens=NEW, sampling=sampling, rule=rule
-        ).sequences[0]
-        for p in PROMPTS
-    ]
-    assert alone == plain.sequences
+    options = dict(max_new_tokens=NEW, sampling=sampling, rule=rule, eos_token_ids=())
+    batch = speculative_generate(target, proposer, PROMPTS, **options)
+    assert batch.sequences == expected
+    alone = [speculative_generate(target, proposer, [p], **options).sequences[0] for p in PROMPTS]
+    assert alone == expected
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
@@ -105,31 +261,38 @@ def test_different_seeds_give_different_samples(target: TargetModel) -> None:
 def test_length_limit_is_exact_and_drafts_do_not_overrun_it(
     target: TargetModel, limit: int
 ) -> None:
-    depths = []
-    drafted = speculative_generate(
-        target,
-        PROPOSERS["eagle3 tree"](target),
-        PROMPTS[:1],
-        max_new_tokens=limit,
-        eos_token_ids=[],
-        on_round=lambda done: depths.append(int(done.tree.depths.max())),
-    )
-    assert len(drafted.sequences[0]) == limit
-    left = limit - 1
-    assert all(depth < max(left, 1) for depth in depths[:1])
+    text = true_texts(target, GREEDY)[0]
+    perfect: Proposer = NoisyOracle([text], wrong=False)
+    for proposer in (PROPOSERS["eagle3 tree"](target), NoisyOracle([text]), perfect):
+        rounds: list[Round] = []
+        drafted = speculative_generate(
+            target,
+            proposer,
+            PROMPTS[:1],
+            max_new_tokens=limit,
+            eos_token_ids=[],
+            on_round=rounds.append,
+        )
+        assert drafted.sequences[0] == text[len(PROMPTS[0]) :][:limit]
+        emitted = 1  # the prefill's token
+        for done in rounds:
+            room = limit - emitted - 1  # the target adds a token of its own
+            depth = int(done.tree.depths.max())
+            assert depth <= room
+            if proposer is perfect:
+                assert depth == min(4, room)
+            emitted += len(done.emitted)
+            assert done.next_token is not None, "a draft did not fit in"
+        assert emitted == limit
 
 
 def test_end_of_sequence_inside_an_accepted_run_cuts_it() -> None:
-    """A perfect head:
-
-    A Medusa whose tree holds the true continuation, so long runs are accepted.
-    """
     target = tiny_target()
     truth = plain_generate(target, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[]).sequences[0]
     stop = truth[9]
     expected = truth[: truth.index(stop) + 1]
     plain = plain_generate(target, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[stop])
-    oracle = OracleProposer(PROMPTS[0] + truth)
+    oracle = NoisyOracle([PROMPTS[0] + truth], depth=3, wrong=False)
     drafted = speculative_generate(
         target, oracle, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[stop]
     )
@@ -141,7 +304,7 @@ def test_end_of_sequence_inside_an_accepted_run_cuts_it() -> None:
 def test_a_perfect_draft_is_accepted_whole() -> None:
     target = tiny_target()
     truth = plain_generate(target, PROMPTS[:1], max_new_tokens=17, eos_token_ids=[]).sequences[0]
-    oracle = OracleProposer(PROMPTS[0] + truth)
+    oracle = NoisyOracle([PROMPTS[0] + truth], depth=3, wrong=False)
     rounds: list[Round] = []
     drafted = speculative_generate(
         target, oracle, PROMPTS[:1], max_new_tokens=17, eos_token_ids=[], on_round=rounds.append
@@ -153,26 +316,26 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     assert [token for done in rounds for token in done.emitted] == truth[1:]
 
 
-class OracleProposer:
-    """Drafts the true next three tokens as a chain."""
-
-    feature_layers = ()
-
-    def __init__(self, text: list[int]) -> None:
-        self.text = text
-
-    def start(self, batch_size: int, timer: object) -> None:
-        pass
-
-    def propose(self, states, sampling, rule):
-        from inference.tree import TokenTree
-
-        trees = []
-        for state in states:
-            place = len(state.tokens)
-            depth = min(3, state.max_depth)
-            trees.append(TokenTree.chain(torch.tensor(self.text[place - 1 : place + depth])))
-        return trees
+def test_tokens_are_handed_out_as_soon_as_they_are_known(target: TargetModel) -> None:
+    """The prefill's at once, then those of every round before anything else is told of it."""
+    texts = true_texts(target, GREEDY)
+    told: list[tuple[str, int, list[int]]] = []
+    speculative_generate(
+        target,
+        NoisyOracle(texts),
+        PROMPTS,
+        max_new_tokens=NEW,
+        eos_token_ids=(),
+        on_token=lambda row, new: told.append(("token", row, list(new))),
+        on_round=lambda done: told.append(("round", done.row, done.emitted)),
+    )
+    firsts, rounds = told[: len(PROMPTS)], told[len(PROMPTS) :]
+    assert firsts == [("token", row, [text[-NEW]]) for row, text in enumerate(texts)]
+    assert [kind for kind, *_ in rounds] == ["token", "round"] * (len(rounds) // 2)
+    assert [rest for _, *rest in rounds[::2]] == [rest for _, *rest in rounds[1::2]]
+    for row, text in enumerate(texts):
+        handed = [new for kind, of, new in told if kind == "token" and of == row]
+        assert list(itertools.chain(*handed)) == text[-NEW:]
 
 
 def test_rejection_emits_only_tokens_the_warped_target_allows(target: TargetModel) -> None:
@@ -197,7 +360,6 @@ def test_time_is_accounted_for(target: TargetModel) -> None:
         target, PROPOSERS["eagle3 tree"](target), PROMPTS, max_new_tokens=NEW
     )
     assert 0 < drafted.seconds["target"] + drafted.seconds["draft"] <= drafted.seconds["total"]
-    assert 0 <= drafted.other_share < 1
 
 
 class TestRefusals:

@@ -1,14 +1,16 @@
 """Trees out of heads: cached draft steps equal the training pass; rules get their kind."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from drafters import Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
-from inference.proposers import Eagle3Proposer, MedusaProposer, RowState, build_proposer
+from inference.proposers import Eagle3Proposer, MedusaProposer, RowState, build_proposer, heads
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.heads import default_medusa_tree, node_scores, proposal_kind
-from inference.sampling import SamplingParams, gumbel_at, probabilities
+from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities
 from inference.timing import PhaseTimer
 from inference.tree import Proposal, TokenTree, static_tree
 from tests.tiny import tiny_target
@@ -129,6 +131,83 @@ def test_drawn_trees_record_their_law_and_drop_nothing(
     for node in inner:
         assert all(tree.draft_probs[node, tree.token(child)] > 0 for child in tree.children(node))
     assert (tree.num_nodes == 4 and int(tree.depths.max()) == 3) == chain
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@pytest.mark.parametrize("depth", [1, 2, 5, 7])
+def test_drawn_trees_keep_to_their_size(
+    target: TargetModel, head: Eagle3Drafter, depth: int, top_k: int
+) -> None:
+    """And use it up, where depth and branching leave room."""
+    state = row_state(target, head, IDS)
+    for size in (2, 3, 5, 8, 16, 27, 36, 40, 64):
+        proposer = Eagle3Proposer(head, size, depth, top_k)
+        proposer.start(1, PhaseTimer())
+        [tree] = proposer.propose([state], SamplingParams(1.0, seed=size), "rejection")
+        assert tree is not None and tree.proposal is Proposal.DENSE
+        widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
+        assert tree.num_nodes <= size and widest <= top_k
+        assert int(tree.depths.max()) == min(depth, size - 1)
+        if top_k == 1:
+            assert tree.parents.tolist() == list(range(-1, min(depth, size - 1)))
+        elif top_k ** min(depth, 2) + top_k * (depth - 2) >= size:
+            assert tree.num_nodes == size
+
+
+def test_small_supports_leave_their_share_to_later_levels(
+    target: TargetModel, head: Eagle3Drafter
+) -> None:
+    """A node cannot have more children than its law has tokens."""
+    proposer = Eagle3Proposer(head, size=20, depth=4, top_k=8)
+    proposer.start(1, PhaseTimer())
+    sampling = SamplingParams(1.0, top_k=2, seed=1)
+    [tree] = proposer.propose([row_state(target, head, IDS)], sampling, "rejection")
+    assert tree is not None
+    widths = torch.bincount(tree.depths).tolist()
+    assert widths == [1, 2, 4, 7, 6]  # of shares of 5, 6, 7 and 6, and 20 in all
+
+
+def counts_under_other_draws(
+    target: TargetModel,
+    head: Eagle3Drafter,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int,
+) -> set[tuple[int, ...]]:
+    """Numbers of children of the nodes down to `level`; theirs and all below are redrawn."""
+    state, noise, counts, tokens = row_state(target, head, IDS), heads.gumbel, set(), set()
+    first = [0, 1, 5][level]  # first node of the level
+    for salt in range(12):
+
+        def keyed(seed: int, position: int, *rest: Any, now: int = salt) -> Tensor:
+            node = position - ((len(IDS) - 1) << 20)
+            return noise(seed if node < first else now, position, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(heads, "gumbel", keyed)
+            proposer = Eagle3Proposer(head, size=15, depth=3, top_k=4)
+            proposer.start(1, PhaseTimer())
+            [tree] = proposer.propose([state], SamplingParams(1.5, seed=99), "rejection")
+        assert tree is not None
+        nodes = (tree.depths <= level).nonzero().flatten().tolist()
+        counts.add(tuple(len(tree.children(node)) for node in nodes))
+        tokens.add(tuple(tree.tokens.tolist()))
+    assert len(tokens) > 6, "the noise has no effect"
+    return counts
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_is_drawn_does_not_decide_how_many_are(
+    target: TargetModel, head: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """A count that depends on the very children it counts biases the output."""
+    assert len(counts_under_other_draws(target, head, monkeypatch, level)) == 1
+
+    def draw_and_drop(law: Tensor, noise: Tensor, count: int) -> Tensor:
+        drawn = draw_top(law, noise, count)
+        return drawn[law[drawn] >= law.mean()]
+
+    monkeypatch.setattr(heads, "draw_top", draw_and_drop)
+    assert len(counts_under_other_draws(target, head, monkeypatch, level)) > 1
 
 
 def test_drawn_children_follow_the_draft_law(target: TargetModel, head: Eagle3Drafter) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,9 @@ def one_round(
 def trace(colour: bool, *rounds: Round) -> list[str]:
     written: list[str] = []
     printer = Printer(TokenText(tiny_target().tokenizer), True, colour, written.append)
+    printer.tokens(0, [rounds[0].tree.token(0)])  # the prefill's
     for done in rounds:
+        printer.tokens(0, done.emitted)
         printer.round(done)
     printer.finish()
     return "".join(written).splitlines()
@@ -173,6 +176,29 @@ def test_the_streamed_answer_is_that_of_plain_decoding(target: TargetModel) -> N
     chat.answer("and then?")  # the second answer sees the first
     asked = [*chat.messages[:2], {"role": "user", "content": "and then?"}]
     assert "".join(written).startswith(plain_answer(target, asked) + "\n[")
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_the_first_token_is_shown_before_anything_is_drafted(
+    target: TargetModel, trace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    chat = make_chat(target, written, trace)
+    shown_before: list[str] = []
+    draft = chat.proposer.propose
+
+    def propose(*args: Any) -> Any:
+        shown_before.append("".join(written))
+        return draft(*args)
+
+    monkeypatch.setattr(chat.proposer, "propose", propose)
+    assert chat.answer("hello")
+    whole = plain_answer(target, [{"role": "user", "content": "hello"}])
+    first = shown_before[0].splitlines()[-1].split()
+    assert first == (["prefill", f".{whole[0]}"] if trace else [whole[0]])
+    if not trace:  # and every later token in the round that gives it
+        assert all(whole.startswith(text) for text in shown_before)
+        assert len(set(shown_before)) == len(shown_before)
 
 
 def test_an_answer_of_one_token_is_shown(target: TargetModel) -> None:
@@ -264,3 +290,15 @@ def test_one_shot_from_the_command_line(
     assert f"over {len(forwards)} forwards" in lines[-1] and "\x1b" not in "".join(lines)
     monkeypatch.setattr(chat_module, "speculative_generate", interrupt_after(2))
     assert main(command) == 130
+
+
+def test_a_base_model_is_given_a_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*save_models(tmp_path), "--max-new-tokens", "4", "--prompt", "hello"]
+    template = tmp_path / "chat.jinja"
+    (tmp_path / "target" / "chat_template.jinja").rename(template)
+    with pytest.raises(ValueError, match="--chat-template FILE"):
+        main(command)
+    assert main([*command, "--chat-template", str(template)]) == 0
+    assert "4 tokens" in capsys.readouterr().out

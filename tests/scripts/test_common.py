@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_options_have_the_agreed_names() -> None:
     names = (
-        "target head prompts limit max-new-tokens temperature top-k top-p rule size depth branch"
+        "target head prompts limit max-new-tokens temperature top-k top-p rule size depth branch "
+        "batch-size seed dtype threads chat-template out"
     )
-    assert {f"--{n}" for n in f"{names} batch-size seed dtype threads out".split()} <= set(OPTIONS)
+    assert {f"--{name}" for name in names.split()} <= set(OPTIONS)
 
 
 def test_defaults_can_be_changed_and_make_an_option_optional() -> None:
@@ -146,6 +148,65 @@ def test_a_target_and_its_head_are_loaded(models: list[str]) -> None:
     proposer = load_proposer(args, target)
     assert (proposer.size, proposer.depth, proposer.top_k) == (7, 5, 1)  # type: ignore[attr-defined]
     assert str(proposer.drafter.dtype) == "torch.float64"  # type: ignore[attr-defined]
+
+
+def test_tree_options_that_were_not_given_take_their_defaults_and_record_them(
+    models: list[str],
+) -> None:
+    args = model_args(models)
+    proposer = load_proposer(args, load_target(args))
+    assert (proposer.size, proposer.depth, proposer.top_k) == (32, 5, 8)  # type: ignore[attr-defined]
+    assert (args.size, args.depth, args.branch) == (32, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def medusa(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return save_models(tmp_path_factory.mktemp("medusa"), "medusa")
+
+
+@pytest.fixture(scope="module")
+def medusa_with_tree(medusa: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same head with a tree of its own in its config."""
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(medusa[medusa.index("--head") + 1], folder / "head")
+    config = json.loads((folder / "head" / "config.json").read_text())
+    config["tree"] = [[0], [1], [0, 0]]
+    (folder / "head" / "config.json").write_text(json.dumps(config))
+    return [*medusa, "--head", str(folder / "head")]
+
+
+def test_medusa_takes_a_size_and_nothing_else(medusa: list[str]) -> None:
+    args = model_args(medusa, "--size", "9")
+    proposer = load_proposer(args, load_target(args))
+    assert len(proposer.shape.parents) == 9  # type: ignore[attr-defined]
+    assert (args.size, args.depth, args.branch) == (9, None, None)
+    for option in ("--depth", "--branch"):
+        args = model_args(medusa, option, "5")  # the default of other heads, but asked for
+        with pytest.raises(ValueError, match=f"{option} has no effect on this head"):
+            load_proposer(args, load_target(args))
+
+
+def test_a_tree_in_the_heads_config_leaves_no_choice(medusa_with_tree: list[str]) -> None:
+    args = model_args(medusa_with_tree)
+    proposer = load_proposer(args, load_target(args))
+    assert proposer.shape.parents.tolist() == [-1, 0, 0, 1]  # type: ignore[attr-defined]
+    assert (args.size, args.depth, args.branch) == (None, None, None)
+    for option in ("--size", "--depth", "--branch"):
+        args = model_args(medusa_with_tree, option, "32")
+        with pytest.raises(ValueError, match=f"{option} has no effect on this head"):
+            load_proposer(args, load_target(args))
+
+
+def test_another_chat_template_is_used(models: list[str], tmp_path: Path) -> None:
+    args = model_args(models)
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}!{% endfor %}")
+    target = load_target(args, template)
+    row = {"id": "1", "category": "a", "messages": [{"role": "user", "content": "hi"}]}
+    [prompt] = encode_prompts(target, [row])
+    assert target.tokenizer.decode(prompt.ids) == "hi!"
+    with pytest.raises(OSError, match=r"nowhere\.jinja"):
+        load_target(args, tmp_path / "nowhere.jinja")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +319,7 @@ def test_prompts_are_encoded_by_the_template() -> None:
 def test_a_base_model_without_template_is_told_so() -> None:
     target = tiny_target()
     target.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ValueError, match=r"no chat template.*--chat-template FILE"):
         encode_prompts(
             target, [{"id": "1", "category": "a", "messages": [{"role": "user", "content": "hi"}]}]
         )

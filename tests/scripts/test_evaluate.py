@@ -1,6 +1,7 @@
 """`scripts.evaluate` from the command line to the JSON line, with its exit codes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,33 @@ def test_no_plain(command: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     assert result["greedy_identical"] is None and result["speedup"] is None
 
 
-@pytest.mark.parametrize("options", ["--rule coupled --temperature 1", "--batch-size 2 --branch 1"])
+@pytest.mark.parametrize("reference", ["plain", "generate"])
+def test_no_plain_and_a_reference_exclude_each_other(
+    command: list[str], reference: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (["--no-plain", "--reference", reference], ["--reference", reference, "--no-p"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *options])
+        assert ended.value.code == 2 and "not allowed with" in capsys.readouterr().err
+
+
+def test_a_base_model_is_given_a_template(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head was trained with one; without it nothing tells how to ask."""
+    base = tmp_path / "base"
+    shutil.copytree(command[command.index("--target") + 1], base)
+    template = tmp_path / "chat.jinja"
+    (base / "chat_template.jinja").rename(template)
+    ask = [*command, "--target", str(base), "--limit", "1"]
+    with pytest.raises(ValueError, match="--chat-template FILE"):
+        main(ask)
+    assert main([*ask, "--chat-template", str(template)]) == 0
+    settings = last_line(capsys)["settings"]
+    assert settings["chat_template"] == str(template) and settings["reference"] == "plain"
+
+
+@pytest.mark.parametrize("options", ["--rule coupled --temperature 1", "--batch-size 2 --size 5"])
 def test_other_ways_of_decoding(
     command: list[str], options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

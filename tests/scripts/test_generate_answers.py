@@ -1,6 +1,7 @@
 """Answers by the target itself: exact ids, continued after a cut or Ctrl-C."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,15 @@ def test_an_interrupt_keeps_what_is_written(
     assert len(records(out)) == 2
     script.main(arguments(folder, out))
     assert len(records(out)) == 5
+
+
+def test_a_base_model_is_given_a_template(folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folder / "target", base)
+    template = tmp_path / "chat.jinja"
+    (base / "chat_template.jinja").rename(template)
+    ask = [*arguments(folder, tmp_path / "answers.jsonl"), "--target", str(base), "--limit", "1"]
+    with pytest.raises(ValueError, match="--chat-template FILE"):
+        script.main(ask)
+    script.main([*ask, "--chat-template", str(template)])
+    assert len(records(tmp_path / "answers.jsonl")) == 1

@@ -168,3 +168,18 @@ def test_errors_are_one_line(
         run(lambda: inspect(tokenizer_folder, tmp_path, [{"text": "abc"}], *rest))
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_base_model_is_given_a_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that need none are shown without."""
+    tokenizer, template = tiny_tokenizer(), tmp_path / "chat.jinja"
+    template.write_text(str(tokenizer.chat_template))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="--chat-template FILE"):
+        inspect(tmp_path / "base", tmp_path, [{"messages": HELLO}])
+    inspect(tmp_path / "base", tmp_path, [{"messages": HELLO}], "--chat-template", template)
+    inspect(tmp_path / "base", tmp_path, [{"text": "abc"}])
+    assert SHOWN in capsys.readouterr().out
