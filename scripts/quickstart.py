@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("outputs/quickstart"), help="folder for everything written"
     )
     parser.add_argument("--prompts", type=int, default=280, help="training prompts used")
-    parser.add_argument("--heldout", type=int, default=20, help="held-out prompts measured")
+    parser.add_argument("--heldout", type=int, default=16, help="held-out prompts measured")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args(argv)
 
@@ -126,7 +126,7 @@ def method_steps(method: str, args: argparse.Namespace, answers: Path, cuda: boo
     measure = (
         *("scripts.evaluate", "--target", TARGET, "--head", folder / "head"),
         *("--prompts", "recipes/prompts/heldout.jsonl", "--limit", args.heldout),
-        *("--max-new-tokens", 48, "--size", 24, "--threads", args.threads, *device),
+        *("--max-new-tokens", 40, "--size", 24, "--threads", args.threads, *device),
     )
     export = (
         *("scripts.export", "--target", TARGET, "--head", folder / "head", "--format", dialect),
