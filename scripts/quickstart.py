@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/quickstart"), help="folder for everything written"
     )
-    parser.add_argument("--prompts", type=int, default=280, help="training prompts used")
+    parser.add_argument("--prompts", type=int, default=200, help="training prompts used")
     parser.add_argument("--heldout", type=int, default=16, help="held-out prompts measured")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args(argv)

@@ -234,5 +234,5 @@ def test_the_options_have_help(capsys: pytest.CaptureFixture[str]) -> None:
         parse_args(["--help"])
     assert "make quickstart" in capsys.readouterr().out
     assert vars(parse_args([])) == vars(
-        argparse.Namespace(out=Path("outputs/quickstart"), prompts=280, heldout=20, threads=2)
+        argparse.Namespace(out=Path("outputs/quickstart"), prompts=200, heldout=16, threads=2)
     )
