@@ -105,9 +105,8 @@ class Drafter(PreTrainedModel):
         elif differing and not allow_other_target:
             raise ValueError(
                 f"wrong target: {', '.join(differing)} of {target.name!r} differ from "
-                f"{self.config.target_name!r}, "
-                "which this head was trained on; pass the original target (or "
-                "allow_other_target=True to try anyway)"
+                f"{self.config.target_name!r}, which this head was trained on; pass the original "
+                "target (or allow_other_target=True to try anyway)"
             )
         elif differing:
             logger.warning("head trained on %r runs on %r", self.config.target_name, target.name)

@@ -56,8 +56,8 @@ class DrafterConfig(PreTrainedConfig):
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size "
-                f"({self.vocab_size}): "
-                "lower draft_vocab_size or leave it out to use the whole vocabulary"
+                f"({self.vocab_size}): lower draft_vocab_size or leave it out to use the whole "
+                "vocabulary"
             )
         if self.confidence_rule != "overlap":
             raise ValueError(
@@ -206,6 +206,6 @@ def check_feature_layers(layers: list[int], num_layers: int) -> None:
     if layers[0] < 0 or layers[-1] >= num_layers:
         raise ValueError(
             f"feature_layers {layers} must lie in 0..{num_layers - 1}: index k is the stream "
-            "entering layer k, and "
-            f"index {num_layers} is only available after the target's final norm"
+            f"entering layer k, and index {num_layers} is only available after the target's final "
+            "norm"
         )

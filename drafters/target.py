@@ -334,10 +334,9 @@ class TargetModel:
         scale = out.logits.abs().max().item()
         if not error <= 1e-3 * max(scale, 1.0):
             raise ValueError(
-                f"target {self.name or type(self.model).__name__}: logits are not a known function "
-                "of the last hidden "
-                f"state (difference {error:.3g}); this architecture needs its own rule in "
-                "TargetModel.project"
+                f"target {self.name or type(self.model).__name__}: logits are not a known "
+                f"function of the last hidden state (difference {error:.3g}); this architecture "
+                "needs its own rule in TargetModel.project"
             )
 
 

@@ -193,8 +193,8 @@ def check_lengths(
     if longest > target.max_length:
         raise ValueError(
             f"prompt plus max_new_tokens is {longest} tokens but the target's "
-            "max_position_embeddings is "
-            f"{target.max_length}: shorten the prompt or lower max_new_tokens"
+            f"max_position_embeddings is {target.max_length}: shorten the prompt or lower "
+            "max_new_tokens"
         )
 
 

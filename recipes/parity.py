@@ -90,10 +90,9 @@ def check_parity(
     if not report.error <= tolerance:
         raise ParityError(
             f"training and decoding disagree: draft logits differ by {report.error:.3g} of the "
-            "largest logit "
-            f"(allowed {tolerance}). Heads trained like this would have a useless acceptance "
-            "length; the pairing, the "
-            "masks, the caches or the target's attention implementation are at fault"
+            f"largest logit (allowed {tolerance}). Heads trained like this would have a useless "
+            "acceptance length; the pairing, the masks, the caches or the target's attention "
+            "implementation are at fault"
         )
     return report
 

@@ -51,9 +51,9 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if not isinstance(tokenizer.chat_template, str):
         raise ValueError(
-            "data: the target's tokenizer has no chat template, which 'messages' and 'prompt' rows "
-            "need. Give one with "
-            "data.chat_template (a .jinja file), or use 'text' rows for a base model"
+            "data: the target's tokenizer has no chat template, which 'messages' and 'prompt' "
+            "rows need. Give one with data.chat_template (a .jinja file), or use 'text' rows for "
+            "a base model"
         )
     return tokenizer.chat_template
 

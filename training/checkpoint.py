@@ -68,8 +68,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}. Earlier checkpoints are untouched; free "
-            "disk space or change "
-            "run.out, then start the same command again to resume"
+            "disk space or change run.out, then start the same command again to resume"
         ) from error
     for old in list_checkpoints(out)[:-keep]:
         shutil.rmtree(old)

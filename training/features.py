@@ -113,8 +113,8 @@ def check_packing(
     error = ((packed - alone).abs().max() / alone.abs().max()).item()
     if not error <= tolerance:
         raise ValueError(
-            f"target {target.name!r}: features of a packed document differ from the document alone "
-            f"by {error:.3g}; "
-            "this model's attention leaks across packed documents, set data.pack=false"
+            f"target {target.name!r}: features of a packed document differ from the document "
+            f"alone by {error:.3g}; this model's attention leaks across packed documents, set "
+            "data.pack=false"
         )
     return error

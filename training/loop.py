@@ -150,9 +150,9 @@ class Trainer:
         self.stopping = stops > 0
         if not math.isfinite(value):
             raise TrainingError(
-                f"the loss of step {self.step + 1} is {value}: lower optim.lr, check target.dtype, "
-                "or look at the rows "
-                "of this step with scripts.inspect_mask. Checkpoints up to here are kept"
+                f"the loss of step {self.step + 1} is {value}: lower optim.lr, check "
+                "target.dtype, or look at the rows of this step with scripts.inspect_mask. "
+                "Checkpoints up to here are kept"
             )
         self.step += 1
         self.tokens += int(count)
@@ -173,8 +173,7 @@ class Trainer:
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             raise TrainingError(
                 f"the gradient of step {self.step + 1} is not finite: lower optim.lr or use "
-                "run.mixed_precision=no. "
-                "Checkpoints up to here are kept"
+                "run.mixed_precision=no. Checkpoints up to here are kept"
             )
         self._add({"grad_norm_sum": norm.detach(), "grad_norm_count": torch.ones_like(norm)})
         self.optimizer.step()
