@@ -7,6 +7,7 @@ Legend: B batch, T sequence length.
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import datasets
 import torch
 from torch import Tensor
 
+from drafters.vocab import count_tokens
 from training.chat import TokenizedRow
 
 
@@ -173,7 +175,7 @@ class PackedDataset:
         self.num_unusable = len(rows) - sum(len(group) for group in self.groups)
         self.length, self.batch_size, self.seed = length, batch_size, seed
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of all token ids and masks: what a resumed run must find again."""
         digest = hashlib.sha256()
@@ -198,7 +200,7 @@ class PackedDataset:
         for group in self.groups:
             for row in group:
                 ids = torch.tensor(row.ids)[torch.tensor(row.supervised)]
-                counts += torch.bincount(ids, minlength=vocab_size)
+                counts += count_tokens(ids, vocab_size)
         return counts
 
     def step_indices(self, step: int) -> list[int]:
