@@ -24,6 +24,7 @@ class DrafterConfig(PreTrainedConfig):
         target_fingerprint: hashes of the target's shape, weights, tokenizer and chat template.
         confidence_head: whether the head carries a confidence output c_k.
         confidence_rule: acceptance label c_k is trained on; "overlap" is 1 - ½‖p-q‖₁.
+        draft_temperature: calibrated factor on the temperature of the head's law, for drawn drafts.
         confidence_temperatures: one calibration temperature per draft position (see
             ``drafters.confidence``); None means uncalibrated.
     """
@@ -39,6 +40,7 @@ class DrafterConfig(PreTrainedConfig):
     confidence_head: bool = False
     confidence_rule: str = "overlap"
     confidence_temperatures: list[float] | None = None
+    draft_temperature: float = 1.0
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -59,6 +61,8 @@ class DrafterConfig(PreTrainedConfig):
                 f"({self.vocab_size}): lower draft_vocab_size or leave it out to use the whole "
                 "vocabulary"
             )
+        if not self.draft_temperature > 0:
+            raise ValueError(f"draft_temperature must be above 0, got {self.draft_temperature}")
         if self.confidence_rule != "overlap":
             raise ValueError(
                 f"confidence_rule {self.confidence_rule!r} is unknown: the one rule offered is "

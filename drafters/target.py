@@ -9,8 +9,10 @@ Legend: B batch, T rows, D hidden, F captured layers, V target vocabulary.
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import Cache
+
+from drafters.partial import only_layers
 
 
 @dataclass
@@ -70,9 +74,7 @@ class TargetModel:
         self.embedding: nn.Module = model.get_input_embeddings()
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"target {name or type(model).__name__} has no linear output matrix to borrow"
-            )
+            raise ValueError(f"target {self._label} has no linear output matrix to borrow")
         self.lm_head: nn.Linear = head
         self._check_projection()
 
@@ -82,7 +84,7 @@ class TargetModel:
         name: str,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        attn_implementation: str = "sdpa",
+        attn_implementation: str | None = None,
     ) -> "TargetModel":
         """Load a target and its tokenizer from a hub id or a local folder.
 
@@ -91,14 +93,15 @@ class TargetModel:
             dtype: dtype of the weights.
             device: where to put them.
             attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify
-                trees.
+                trees. None: "sdpa" where the model has it (Gemma 2 and gpt-oss do not).
 
         Raises:
             ValueError: the target cannot be found or loaded; the message says what to check.
         """
-        if attn_implementation not in ("sdpa", "eager"):
+        if attn_implementation not in ("sdpa", "eager", None):
             raise ValueError(
-                f"attn_implementation must be 'sdpa' or 'eager', got {attn_implementation!r}"
+                "attn_implementation must be 'sdpa' or 'eager' (or None: transformers chooses), "
+                f"got {attn_implementation!r}"
             )
         loaded: Any
         try:
@@ -192,6 +195,18 @@ class TargetModel:
         """Longest sequence the positions of the target allow; without a stated limit, none."""
         return getattr(self.config, "max_position_embeddings", None) or sys.maxsize
 
+    def length_limit(self, shortest_prompt: int) -> int:
+        """Longest text to decode in a batch whose shortest prompt has so many tokens.
+
+        Below ``max_length`` with "longrope" (Phi-3): a forward that reaches past the original
+        length has other frequencies at every position, and keys of before do not fit them.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return self.max_length
+        switch = rope["original_max_position_embeddings"]
+        return self.max_length if shortest_prompt > switch else min(self.max_length, switch)
+
     def embed(self, ids: Tensor) -> Tensor:
         """(...) token ids -> (..., D) input embeddings, including any scale the model applies."""
         embeds = self.embedding(ids)
@@ -226,38 +241,92 @@ class TargetModel:
         self,
         input_ids: Tensor,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         feature_layers: Sequence[int] = (),
         logits_to_keep: int | Tensor = 0,
+        run_layers: Collection[int] | None = None,
+        entering: Tensor | None = None,
     ) -> TargetOutput:
-        """Run the target.
+        """Run the target, or some of its layers.
+
+        Without the layers above E, the logits are those of an early exit there. What a first pass
+        over layers 0..E-1 captured with ``feature_layers=(E,)`` lets a second one over E.. enter
+        where it left: together they compute what one whole forward does, bit for bit.
 
         Args:
             input_ids: (B, T).
-            attention_mask: None, (B, S) ones for real tokens, or a ready (B, 1, T, S) mask.
+            attention_mask: None, (B, S) ones for real tokens, a ready (B, 1, T, S) mask, or a dict
+                of those by layer type.
             position_ids: (B, T); with no mask and no cache, a restart at 0 begins a new packed
                 document.
             cache: a transformers cache to read and extend.
             feature_layers: ``hidden_states`` indices to capture.
             logits_to_keep: logits of the last n rows, or of the given rows; 0 keeps all.
+            run_layers: decoder layers to run, None for all. The others hand their input on and
+                append nothing to the cache.
+            entering: (B, T, D) residual stream to put in place of what enters the first of them.
+
+        Raises:
+            ValueError: ``run_layers`` names no layer or one that is not there, or the target's
+                layers are not in one list.
         """
         layers = [*feature_layers, self.num_layers]
-        out = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            use_cache=cache is not None,
-            output_hidden_states=layers,
-            logits_to_keep=logits_to_keep,
-        )
-        states = out.hidden_states
+        run = range(self.num_layers) if run_layers is None else run_layers
+        with self._only(run, entering):
+            out = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=cache is not None,
+                output_hidden_states=layers,
+                logits_to_keep=logits_to_keep,
+            )
+        states = list(out.hidden_states)
+        if entering is not None:
+            states[min(run)] = entering
         features = (
             torch.cat([states[k] for k in feature_layers], dim=-1) if feature_layers else None
         )
         return TargetOutput(out.logits, features, states[self.num_layers])
+
+    def _only(self, run: Collection[int], entering: Tensor | None) -> AbstractContextManager[None]:
+        if run == range(self.num_layers) and entering is None:
+            return nullcontext()
+        return only_layers(list(self.decoder_layers()), run, entering, self._layer_outputs)
+
+    def decoder_layers(self) -> nn.ModuleList:
+        """The decoder layers, in order.
+
+        Raises:
+            ValueError: they are not in one list.
+        """
+        for module in self.model.get_decoder().children():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return module
+        raise ValueError(
+            f"target {self._label}: no list of its {self.num_layers} decoder layers, so some of "
+            "them cannot be skipped"
+        )
+
+    @cached_property
+    def _layer_outputs(self) -> int:
+        """How many things a decoder layer returns as a tuple; 0: its hidden states, bare."""
+        found: list[int] = []
+        hook = self.decoder_layers()[0].register_forward_hook(
+            lambda layer, args, out: found.append(len(out) if isinstance(out, tuple) else 0)
+        )
+        try:
+            self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+        finally:
+            hook.remove()
+        return found[0]
+
+    @property
+    def _label(self) -> str:
+        return self.name or type(self.model).__name__
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes that identify this target whatever dtype it was loaded in.
@@ -334,7 +403,7 @@ class TargetModel:
         scale = out.logits.abs().max().item()
         if not error <= 1e-3 * max(scale, 1.0):
             raise ValueError(
-                f"target {self.name or type(self.model).__name__}: logits are not a known "
+                f"target {self._label}: logits are not a known "
                 f"function of the last hidden state (difference {error:.3g}); this architecture "
                 "needs its own rule in TargetModel.project"
             )

@@ -1,28 +1,122 @@
 """Attention masks for the rows of a tree appended to a `TreeCache`.
 
 Every sequence of a batch has its own number of committed tokens, and its tree rows sit directly
-behind them: node i of sequence b is at column `lengths[b] + i`. Columns behind the tree of a
+behind them: node i of sequence b is at column `starts[b] + i`. Columns behind the tree of a
 short sequence hold stale rows of earlier rounds and are seen by nobody.
 
-Letters: B batch, N tree rows per sequence (padded to the largest), C columns of the cache.
+Letters: B batch, N rows appended per sequence (padded to the largest), m rows already pending,
+C columns of the cache.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from drafters import TargetModel
+from inference.cache import TreeCache
+
+
+def tree_masks(
+    cache: TreeCache,
+    ancestor_masks: Sequence[Tensor],
+    depths: Sequence[Tensor],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    first_layer: int = 0,
+) -> Tensor | dict[str, Tensor]:
+    """What to pass as `attention_mask` with rows that are about to be appended.
+
+    A row sees the committed tokens of its sequence, its ancestors and itself; in a layer with a
+    window, as far back as the window reaches **along its path**. A padding row (a sequence with
+    fewer new rows than N) sees itself alone: attention to nothing would be NaN.
+
+    Args:
+        cache: that the rows will be appended to.
+        ancestor_masks: per sequence (n_b, m + n_b) bool: its new rows against the m rows already
+            pending in `first_layer` (padding rows included) and themselves;
+            `TokenTree.ancestor_mask()` where nothing is pending, a lower triangle for a prompt.
+        depths: per sequence (m + n_b,) long, distance from the root of the same rows: a row at
+            depth d sits at position `cache.lengths[b] + d`.
+        config: of the target; `_attn_implementation` decides the form of the mask.
+        dtype: of the target's weights.
+        first_layer: the lowest layer that will run.
+
+    Returns:
+        (B, 1, N, C) if the layers are of one kind; otherwise a dict of such masks by layer type,
+        which is what transformers' models with mixed layers take.
+
+    Raises:
+        ValueError: the shapes do not fit, or the implementation takes no arbitrary mask.
+    """
+    pending = cache.layers[first_layer].pending
+    _check_shapes(cache, ancestor_masks, depths, pending)
+    num_rows = max(map(len, ancestor_masks))
+    masks = {}
+    for layer_type, layer in zip(cache.layer_types, cache.layers, strict=True):
+        if layer_type not in masks:
+            columns = max(layer.starts) + pending + num_rows
+            mask = _mask(layer.starts, ancestor_masks, columns, pending)
+            if layer.window is not None:
+                _narrow(mask, layer.starts, depths, pending, layer.window)
+            masks[layer_type] = mask_for(config, mask, dtype)
+    return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _check_shapes(
+    cache: TreeCache, ancestor_masks: Sequence[Tensor], depths: Sequence[Tensor], pending: int
+) -> None:
+    if not len(cache.lengths) == len(ancestor_masks) == len(depths):
+        raise ValueError(
+            f"tree_masks: {len(ancestor_masks)} ancestor masks and {len(depths)} depths for "
+            f"{len(cache.lengths)} sequences"
+        )
+    for mask, depth in zip(ancestor_masks, depths, strict=True):
+        columns = pending + len(mask)
+        if mask.shape[1] != columns or depth.shape != (columns,):
+            raise ValueError(
+                f"tree_masks: an ancestor mask of shape {tuple(mask.shape)} with depths of shape "
+                f"{tuple(depth.shape)}; {len(mask)} new rows behind {pending} pending ones need "
+                f"({len(mask)}, {columns}) and ({columns},)"
+            )
+
+
+def _mask(
+    starts: Sequence[int], ancestor_masks: Sequence[Tensor], columns: int, pending: int
+) -> Tensor:
+    """(B, 1, N, C) bool: committed columns, ancestors, itself."""
+    num_rows = columns - max(starts) - pending
+    device = ancestor_masks[0].device
+    mask = torch.zeros(len(starts), 1, num_rows, columns, dtype=torch.bool, device=device)
+    for row, (start, ancestors) in enumerate(zip(starts, ancestor_masks, strict=True)):
+        num_nodes, width = ancestors.shape
+        mask[row, 0, :num_nodes, :start] = True
+        mask[row, 0, :num_nodes, start : start + width] = ancestors
+        itself = mask[row, 0, :, start + pending : start + pending + num_rows]
+        itself.diagonal()[num_nodes:] = True
+    return mask
+
+
+def _narrow(
+    mask: Tensor, starts: Sequence[int], depths: Sequence[Tensor], pending: int, window: int
+) -> None:
+    """Take away, in place, what is `window` or more positions behind a row."""
+    for row, (start, depth) in enumerate(zip(starts, depths, strict=True)):
+        depth = depth.to(mask.device)
+        committed = torch.arange(-start, 0, device=mask.device)  # the root is at 0
+        distance = depth[pending:, None] - torch.cat((committed, depth))
+        mask[row, 0, : len(distance), : distance.shape[1]] &= distance < window
+
 
 def tree_attention_mask(
     lengths: Sequence[int], ancestor_masks: Sequence[Tensor], columns: int
 ) -> Tensor:
-    """Which columns of the cache each appended row attends to.
-
-    A row sees the committed tokens of its sequence, its ancestors and itself. A padding row (a
-    sequence with fewer nodes than N) sees itself alone: attention to nothing would be NaN.
+    """Which columns of the cache each appended row attends to, in a layer with full attention.
 
     Args:
         lengths: committed tokens of each sequence, `TreeCache.lengths`.
@@ -40,15 +134,7 @@ def tree_attention_mask(
             f"{max(map(len, ancestor_masks))} nodes do not fit {len(lengths)} sequences with "
             f"{num_rows} rows each; use columns=cache.columns(N) with N the largest tree"
         )
-    device = ancestor_masks[0].device
-    mask = torch.zeros(len(lengths), 1, num_rows, columns, dtype=torch.bool, device=device)
-    for row, (length, ancestors) in enumerate(zip(lengths, ancestor_masks, strict=True)):
-        num_nodes = len(ancestors)
-        mask[row, 0, :num_nodes, :length] = True
-        tail = mask[row, 0, :, length : length + num_rows]
-        tail[:num_nodes, :num_nodes] = ancestors
-        tail.diagonal()[num_nodes:] = True
-    return mask
+    return _mask(lengths, ancestor_masks, columns, pending=0)
 
 
 def mask_for(config: PreTrainedConfig, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,3 +167,101 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     lowest = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+
+
+# Does a target do what its mask says? -----------------------------------------------------------
+
+_supported: weakref.WeakSet[TargetModel] = weakref.WeakSet()
+
+
+def check_tree_support(target: TargetModel) -> None:
+    """Refuse a target whose output would not be its own when it verifies trees.
+
+    Some models ignore a ready mask, add biases by column (ALiBi), count positions themselves or
+    keep a state besides the cache. Four forwards of a few tokens find out, once per target: a
+    node's logits must be those of plain decoding along its path, and must not depend on its
+    siblings.
+
+    Raises:
+        ValueError: naming the model and what happened.
+    """
+    if target in _supported:
+        return
+    probe = _Probe(target)
+    plain, other = probe.plain([2, 4, 5]), probe.plain([2, 3, 4, 5])
+    scale, effect = plain.abs().max().item(), (plain - other).abs().max().item()
+    # How far rounding goes depends on the model; what a wrong mask does is as large as `effect`.
+    exact = 1e-3 * scale if target.dtype in (torch.float32, torch.float64) else torch.inf
+    limit = min(exact, effect / 4)
+    tree, changed = probe.tree(sibling=3), probe.tree(sibling=6)
+    leak, error = (tree - changed).abs().max().item(), (tree - plain).abs().max().item()
+    if not leak <= limit:
+        raise _cannot(target, f"a node's logits change by {leak:.3g} with its sibling's token")
+    if not error <= limit:
+        raise _cannot(target, f"a node's logits differ by {error:.3g} from plain decoding")
+    _supported.add(target)
+
+
+class _Probe:
+    """Two sequences of unequal length, and below each the tree root -> (sibling, 4), 4 -> 5."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self.prompts = [[1, 2, 3], [7]]
+
+    def plain(self, path: Sequence[int]) -> Tensor:
+        """(2, V) logits behind prompt and path, without cache or mask."""
+        rows = [self._forward([[*prompt, *path]]) for prompt in self.prompts]
+        return torch.cat([logits[:, -1] for logits in rows]).double()
+
+    def tree(self, sibling: int) -> Tensor:
+        """(2, V) logits of the deepest node."""
+        cache = TreeCache(self.target.model.config, len(self.prompts), capacity=8)
+        width = max(map(len, self.prompts))
+        chains = [torch.ones(len(p), len(p), dtype=torch.bool).tril() for p in self.prompts]
+        padded = [prompt + [0] * (width - len(prompt)) for prompt in self.prompts]
+        self._append(cache, padded, chains, [torch.arange(len(p)) for p in self.prompts])
+        cache.commit([range(len(prompt)) for prompt in self.prompts])
+        ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+        depths = torch.tensor([0, 1, 1, 2])
+        logits = self._append(cache, [[2, sibling, 4, 5]] * 2, [ancestors] * 2, [depths] * 2)
+        return logits[:, -1].double()
+
+    def _append(
+        self,
+        cache: TreeCache,
+        tokens: Sequence[Sequence[int]],
+        ancestors: Sequence[Tensor],
+        depths: Sequence[Tensor],
+    ) -> Tensor:
+        target, device = self.target, self.target.device
+        masks = tree_masks(
+            cache, [a.to(device) for a in ancestors], depths, target.config, target.dtype
+        )
+        positions = torch.zeros(len(tokens), len(tokens[0]), dtype=torch.long)
+        for row, depth in enumerate(depths):
+            positions[row, : len(depth)] = cache.lengths[row] + depth
+        logits = self._forward(
+            tokens, attention_mask=masks, position_ids=positions.to(device), cache=cache
+        )
+        if any(layer.pending != len(tokens[0]) for layer in cache.layers):
+            raise _cannot(target, "it does not keep its keys and values in the cache it is given")
+        return logits
+
+    def _forward(self, tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
+        target = self.target
+        ids = torch.tensor(tokens, device=target.device) % target.vocab_size
+        try:
+            return target.forward(ids, **options).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model raises that did not expect such a mask
+            raise _cannot(target, f"its forward fails on a tree: {error!r}") from error
+
+
+def _cannot(target: TargetModel, why: str) -> ValueError:
+    return ValueError(
+        f"target {target.name!r} ({target.model.config.model_type!r}) cannot verify trees of draft "
+        f"tokens: {why}. Nothing but its own `model.generate` decodes it losslessly; choose a "
+        "target that takes a 4-D attention mask"
+    )

@@ -1,18 +1,22 @@
 """A key-value cache that takes a tree of draft tokens and keeps one path of it.
 
 Layout: one key and one value buffer per layer, (B, H, capacity, d), allocated at the first forward
-and grown in blocks. Sequence b owns columns 0 .. lengths[b]-1. A forward appends N rows to every
-sequence *directly behind its own tokens*: row i of sequence b goes to column lengths[b] + i, so
-the tails of a ragged batch start at different columns, attention covers max(lengths) + N of them
-and `tree_attention_mask` says who sees what. Then either
+and grown in blocks. Sequence b has `lengths[b]` committed tokens. A forward appends N rows to
+every sequence *directly behind its own tokens*, so the tails of a ragged batch start at different
+columns; `inference.attention.tree_masks` says who sees what. Further forwards may append further
+rows behind them (a tree grown level by level). Then either
 
 * `commit(paths)` moves the rows of the accepted path to the front of that tail, through a small
   temporary, and lengthens the sequence; the rest is left behind to be overwritten, or
-* `revert()` forgets the append; the lengths never changed, so there is nothing to undo.
+* `revert()` forgets what was appended; the lengths never changed, so there is nothing to undo.
 
-A prompt is a chain: append it, commit all of its rows.
+A prompt is a chain: append it, commit all of its rows. Accepted rows are copied, never recomputed.
 
-Letters: B batch, H key-value heads, N rows appended, d head dimension.
+A layer with a sliding window keeps only what the window can still see: token j of sequence b is
+in column j - offsets[b], and every `BLOCK` tokens the front is cut off. Its memory does not grow
+with the text. A layer with full attention has offsets of zero.
+
+Letters: B batch, H key-value heads, N rows appended, M rows moved, d head dimension.
 """
 
 from __future__ import annotations
@@ -25,28 +29,58 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 BLOCK = 256
-"""Columns by which a buffer grows."""
+"""Columns by which a buffer grows, and by which the front of a windowed one is cut off."""
+
+_RECURRENT = "it folds the whole text into one state, out of which a rejected token cannot be taken"
+_REFUSED = {
+    "linear_attention": _RECURRENT,
+    "conv": _RECURRENT,
+    "hybrid": _RECURRENT,
+    "hybrid_sliding": _RECURRENT,
+    "dummy": "it has no keys and values of its own",
+    "chunked_attention": "chunks of attention are not implemented here",
+}
+"""Why draft tokens cannot be verified in a layer of this type; others are unknown here."""
+_REFUSED_MODELS = {
+    "gpt_neo": "its local attention is a window over columns of the cache, not over positions",
+    "doge": "it chooses what to attend to among the columns of the cache, whatever they hold",
+}
+"""Models whose configs say full attention, which short texts do not contradict."""
 
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer."""
+    """Keys and values of one layer.
 
-    def __init__(self, lengths: list[int], capacity: int) -> None:
-        """Allocate nothing yet; the first forward tells the shapes.
+    Attributes:
+        lengths: committed tokens per sequence; one list shared by all layers of a cache.
+        offsets: per sequence, the token in column 0.
+        window: how many tokens back a row sees, itself included; None: all.
+        capacity: columns allocated (at first: to allocate).
+        pending: rows appended to each sequence and neither committed nor reverted.
+    """
 
-        Args:
-            lengths: committed tokens per sequence; one list shared by all layers of a cache.
-            capacity: columns to allocate at first.
-        """
+    def __init__(self, lengths: list[int], capacity: int, window: int | None = None) -> None:
         super().__init__()
         self.lengths = lengths
-        self.capacity = capacity
-        self.pending = 0  # rows appended and neither committed nor reverted
+        self.offsets = [0] * len(lengths)
+        self.window = window
+        self.capacity = capacity if window is None else min(capacity, window + 2 * BLOCK)
+        self.pending = 0
+        self.is_sliding = window is not None
 
     @property
     def batch_size(self) -> int:
         """B."""
         return len(self.lengths)
+
+    @property
+    def starts(self) -> list[int]:
+        """Per sequence, the column behind its committed tokens."""
+        return [n - offset for n, offset in zip(self.lengths, self.offsets, strict=True)]
+
+    def columns(self, num_rows: int) -> int:
+        """Columns that attention covers when `num_rows` more rows are appended."""
+        return max(self.starts) + self.pending + num_rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for states of this shape, dtype and device.
@@ -65,7 +99,7 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append N rows behind each sequence.
+        """Append N rows behind each sequence and what is already pending there.
 
         Args:
             key_states: (B, H, N, d).
@@ -74,23 +108,19 @@ class TreeLayer(CacheLayerMixin):
             kwargs: ignored.
 
         Returns:
-            All columns that are in use, (B, H, max(lengths) + N, d), as views of the buffers.
+            All columns that are in use, (B, H, columns(N), d), as views of the buffers.
         """
-        if self.pending:
-            raise RuntimeError(
-                f"{self.pending} rows are still pending in this cache; call commit() or revert() "
-                "before the next forward"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         num_rows = key_states.shape[2]
-        columns = max(self.lengths) + num_rows
+        columns = self.columns(num_rows)
         self._reserve(columns)
-        for row, length in enumerate(self.lengths):
-            self.keys[row, :, length : length + num_rows] = key_states[row]
-            self.values[row, :, length : length + num_rows] = value_states[row]
-        self.pending = num_rows
+        assert self.keys is not None and self.values is not None
+        for row, start in enumerate(self.starts):
+            tail = slice(start + self.pending, start + self.pending + num_rows)
+            self.keys[row, :, tail] = key_states[row]
+            self.values[row, :, tail] = value_states[row]
+        self.pending += num_rows
         return self.keys[:, :, :columns], self.values[:, :, :columns]
 
     def _reserve(self, columns: int) -> None:
@@ -109,13 +139,48 @@ class TreeLayer(CacheLayerMixin):
             assert buffer is not None
             buffer[sequences, :, targets] = buffer[sequences, :, sources]
 
+    def trim(self) -> None:
+        """Cut off what no window will see again, once it is a block; give back spare columns."""
+        if self.window is None:
+            return
+        first = [max(0, length - self.window + 1) for length in self.lengths]
+        if max(f - offset for f, offset in zip(first, self.offsets, strict=True)) < BLOCK:
+            return
+        self.capacity = min(self.capacity, self.window + 2 * BLOCK)
+        self.keys, self.values = self._kept(self.keys, first), self._kept(self.values, first)
+        self.offsets = first
+
+    def _kept(self, buffer: Tensor | None, first: Sequence[int]) -> Tensor:
+        """A new buffer that starts with token first[b] of each sequence."""
+        assert buffer is not None
+        kept = _zeros(buffer, self.capacity)
+        for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
+            some = buffer[row, :, first[row] - offset : length - offset]
+            kept[row, :, : some.shape[1]] = some
+        return kept
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these sequences only, in this order."""
+        self.offsets = [self.offsets[row] for row in rows]
+        if self.keys is not None and self.values is not None:
+            index = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that `update` will return for N = query_length, and the offset of the first."""
-        return max(self.lengths) + query_length, 0
+        """Columns that `update` will return for N = query_length, and the token in the first.
+
+        transformers asks when it was given no mask and makes a causal one, the same for all.
+        """
+        if len(set(self.lengths)) > 1:
+            raise RuntimeError(
+                f"sequences of unequal length {self.lengths} need the mask of "
+                "inference.attention.tree_masks"
+            )
+        return self.columns(query_length), max(self.offsets)
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest sequence."""
-        return max(self.lengths)
+        """Committed and pending tokens of the longest sequence."""
+        return max(self.lengths) + self.pending
 
     def get_max_length(self) -> int:
         """No maximum: the buffers grow."""
@@ -127,6 +192,7 @@ class TreeCache(Cache):
 
     Attributes:
         lengths: committed tokens of each sequence; read-only outside of this class.
+        layer_types: attention kind of each layer, as transformers names them.
     """
 
     layers: list[TreeLayer]  # type: ignore[assignment]
@@ -137,42 +203,42 @@ class TreeCache(Cache):
         """Prepare one layer of cache per layer of the model.
 
         Args:
-            config: of the model; every layer must use full attention.
+            config: of the model; every layer must have full or sliding-window attention.
             batch_size: B.
             capacity: columns to allocate at first; room for the prompt, the new tokens and one
                 tree avoids growth.
+
+        Raises:
+            ValueError: a layer keeps its past in a form that a tree cannot be taken out of; the
+                message names the layer and its type.
         """
         if batch_size < 1 or capacity < 1:
             raise ValueError(
                 f"batch_size and capacity must be at least 1; got {batch_size} and {capacity}"
             )
-        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        for index, layer_type in enumerate(layer_types):
-            if layer_type != "full_attention":
-                raise ValueError(
-                    f"layer {index} of {config.model_type!r} is {layer_type!r}: draft tokens "
-                    "cannot be rolled back there; only 'full_attention' layers are supported"
-                )
+        windows = _windows(config)
         self.lengths = [0] * batch_size
-        super().__init__(layers=[TreeLayer(self.lengths, capacity) for _ in layer_types])
+        self.layer_types = ["sliding_attention" if w else "full_attention" for w in windows]
+        super().__init__(layers=[TreeLayer(self.lengths, capacity, w) for w in windows])
 
     def columns(self, num_rows: int) -> int:
-        """Columns that attention covers when `num_rows` rows are appended to each sequence."""
+        """Columns that full attention covers when `num_rows` rows are appended to a sequence."""
         return max(self.lengths) + num_rows
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path of the pending rows of each sequence.
 
         Args:
-            paths: per sequence the appended rows to keep, in order and **root included**:
-                `[0, *verdict.path]` after a round, `range(T)` after a prompt of T tokens (padding
-                rows behind it are dropped), `[]` for a sequence that has ended.
+            paths: per sequence the pending rows to keep, numbered in the order of appending, in
+                order and **root included**: `[0, *verdict.path]` after a round, `range(T)` after
+                a prompt of T tokens (padding rows behind it are dropped), `[]` for a sequence
+                that has ended.
         """
         pending = {layer.pending for layer in self.layers}
         if len(pending) != 1 or 0 in pending:
             raise RuntimeError(
-                "commit() needs one pending append in every layer: run the model with this cache "
-                f"first (pending rows per layer: {sorted(pending)})"
+                "commit() needs a pending append, the same in every layer: run the whole model "
+                f"with this cache first (pending rows per layer: {sorted(pending)})"
             )
         if len(paths) != len(self.lengths):
             raise ValueError(f"commit: {len(paths)} paths for {len(self.lengths)} sequences")
@@ -182,6 +248,8 @@ class TreeCache(Cache):
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
         self.revert()
+        for layer in self.layers:
+            layer.trim()
 
     def _move_to_front(self, paths: Sequence[Sequence[int]]) -> None:
         """Make the accepted rows contiguous: one gather and one copy per buffer.
@@ -189,23 +257,74 @@ class TreeCache(Cache):
         Rows already in place are left alone, so a chain, and with it a prompt, moves nothing.
         """
         moves = [
-            (row, length + node, length + place)
-            for row, (length, path) in enumerate(zip(self.lengths, paths, strict=True))
+            (row, node, place)
+            for row, path in enumerate(paths)
             for place, node in enumerate(path)
             if node != place
         ]
         if not moves:
             return
-        index = torch.tensor(moves).T
+        indices: dict[tuple[torch.device, int | None], Tensor] = {}
         for layer in self.layers:
             assert layer.keys is not None
-            index = index.to(layer.keys.device)  # copies only where layers change device
-            layer.move(*index)
+            kind = (layer.keys.device, layer.window)
+            if kind not in indices:  # one copy to the device for all layers alike
+                starts = layer.starts
+                columns = [(row, starts[row] + n, starts[row] + place) for row, n, place in moves]
+                indices[kind] = torch.tensor(columns).T.to(layer.keys.device)
+            layer.move(*indices[kind])
 
-    def revert(self) -> None:
-        """Forget the pending append, if there is one."""
-        for layer in self.layers:
+    def revert(self, first_layer: int = 0) -> None:
+        """Forget the pending rows of this layer and the layers above it."""
+        for layer in self.layers[first_layer:]:
             layer.pending = 0
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some sequences, pending rows included; the others leave the batch.
+
+        Args:
+            rows: indices into the batch, at least one; the new batch is in this order.
+
+        Raises:
+            ValueError: no row, or one that is not in the batch.
+        """
+        if not rows or not all(0 <= row < len(self.lengths) for row in rows):
+            raise ValueError(f"select: rows {list(rows)} of a batch of {len(self.lengths)}")
+        if list(rows) == list(range(len(self.lengths))):
+            return
+        for layer in self.layers:
+            layer.select(rows)
+        self.lengths[:] = [self.lengths[row] for row in rows]
+
+
+def _windows(config: PreTrainedConfig) -> list[int | None]:
+    """The window of each layer; None is full attention.
+
+    Raises:
+        ValueError: a layer has something else.
+    """
+    config = config.get_text_config(decoder=True)
+    if reason := _REFUSED_MODELS.get(config.model_type):
+        raise ValueError(f"{config.model_type!r} cannot verify trees of draft tokens: {reason}")
+    layer_types, options = get_layer_types_and_kwargs(config)
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in ("full_attention", "sliding_attention"):
+            reason = _REFUSED.get(layer_type, "it is not known here")
+            raise ValueError(
+                f"layer {index} of {config.model_type!r} is {layer_type!r}: draft tokens cannot be "
+                f"rolled back there ({reason}); only full and sliding-window attention can verify "
+                "trees"
+            )
+    windows = [
+        option["sliding_window"] if layer_type == "sliding_attention" else None
+        for layer_type, option in zip(layer_types, options, strict=True)
+    ]
+    if len(sizes := {window for window in windows if window is not None}) > 1:
+        raise ValueError(
+            f"{config.model_type!r} has sliding windows of several sizes {sorted(sizes)}: its "
+            "layers take one mask for all of them, so a tree cannot be verified"
+        )
+    return windows
 
 
 def _zeros(states: Tensor, columns: int) -> Tensor:

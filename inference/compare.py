@@ -2,33 +2,28 @@
 
 Where two texts differ, the target is run on what they have in common: if both tokens are the best
 there within `NEAR_TIE`, the difference is rounding and is called a near tie; any other difference
-is a failure. Rounding also decides whether a token at the edge of top-k or top-p is kept.
+is a failure. Rounding also decides whether a token at the edge of a truncation is kept
+(`inference.doubt`).
 
 Letters: V target vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import BaseStreamer, GenerationConfig
+from transformers.generation import BaseStreamer, GenerationConfig, LogitsProcessorList
 
 from drafters import TargetModel
+from inference.doubt import NEAR_TIE, gap_below_best
 from inference.generate import plain_generate
-from inference.sampling import SamplingParams, gumbel
-
-NEAR_TIE = 1e-4
-"""Gaps of scores below this are put down to rounding."""
-
-EDGE = NEAR_TIE / 4
-"""The same for masses: log-probabilities wrong by NEAR_TIE / 2 move a mass m by at most
-m (1 - m) NEAR_TIE."""
+from inference.processors import Sampler, fresh, own_processors
+from inference.sampling import Processor, SamplingParams
 
 REFERENCES = ("plain", "generate")
 
@@ -43,8 +38,8 @@ class Difference:
         found: the other's; None where its text has ended.
         gap: how far the worse of the two tokens is below the target's best score, which for the two
             leading tokens is the gap between them. Scores are logits at temperature 0, and log p
-            plus noise otherwise; the best is taken over the tokens that top-k and top-p keep beyond
-            doubt. None if a text has ended or a token is beyond doubt not kept.
+            plus noise otherwise, after all processors; the best is taken over the tokens that the
+            warpers keep beyond doubt. None if a text has ended or a token is beyond doubt not kept.
     """
 
     position: int
@@ -79,6 +74,7 @@ def explain_difference(
     expected: Sequence[int],
     found: Sequence[int],
     sampling: SamplingParams,
+    eos_token_ids: Collection[int] | None = None,
 ) -> Difference | None:
     """Where two continuations of a prompt first differ, and by how little the target preferred one.
 
@@ -87,7 +83,9 @@ def explain_difference(
         prompt: token ids.
         expected: new tokens of the reference.
         found: new tokens to judge.
-        sampling: both were decoded with.
+        sampling: both were decoded with. Its own processors are copied where they can be; one that
+            keeps state must be as it was before the texts.
+        eos_token_ids: what ended the texts; None takes the target's.
 
     Returns:
         None if they are equal.
@@ -100,62 +98,30 @@ def explain_difference(
     if place == shorter:
         ends = [text[place] if place < len(text) else None for text in (expected, found)]
         return Difference(place, ends[0], ends[1], None)
-    ids = torch.tensor([[*prompt, *expected[:place]]], device=target.device)
-    logits = target.forward(ids, logits_to_keep=1).logits[0, -1].double()
+    processed = _processed(
+        target, [*prompt, *expected[:place]], len(prompt), sampling, eos_token_ids
+    )
     pair = (expected[place], found[place])
-    return Difference(place, *pair, _gap(logits, pair, ids.shape[1], sampling))
+    gap = gap_below_best(processed, pair, len(prompt) + place, sampling)
+    return Difference(place, *pair, gap)
 
 
-def _gap(
-    logits: Tensor, pair: tuple[int, int], position: int, sampling: SamplingParams
-) -> float | None:
-    """See `Difference.gap`.
-
-    Args:
-        logits: (V,) float64.
-        pair: the two tokens.
-        position: absolute position that they compete for.
-        sampling: of both texts.
-    """
-    scores, kept = logits, torch.ones_like(logits, dtype=torch.bool)
-    if sampling.temperature > 0:
-        log_probs = (logits / sampling.temperature).log_softmax(-1)
-        if not bool(_kept(log_probs, sampling, doubtful=True)[list(pair)].all()):
-            return None
-        kept = _kept(log_probs, sampling, doubtful=False)
-        scores = log_probs + gumbel(sampling.seed, position, len(logits), logits.device)
-    best = float(scores.masked_fill(~kept, -torch.inf).max())
-    gap = best - min(float(scores[token]) for token in pair)
-    return max(gap, 0.0) if gap < math.inf else None  # None for NaN, too
-
-
-def _kept(log_probs: Tensor, sampling: SamplingParams, doubtful: bool) -> Tensor:
-    """(V,) the tokens that top-k and top-p keep, with or without those at an edge.
-
-    Args:
-        log_probs: (V,) after the temperature.
-        sampling: top-k and top-p.
-        doubtful: keep a token if rounding could have kept it, rather than unless it could have
-            dropped it.
-    """
-    sign = 1.0 if doubtful else -1.0
-    kept = torch.ones_like(log_probs, dtype=torch.bool)
-    if sampling.top_k is not None:
-        above = _weight_above(log_probs, torch.ones_like(log_probs), sign * NEAR_TIE)
-        kept = above < sampling.top_k
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        log_probs = log_probs.masked_fill(~kept, -torch.inf)
-        above = _weight_above(log_probs, log_probs.softmax(-1), sign * NEAR_TIE)
-        kept &= above < sampling.top_p + sign * EDGE
-    return kept
-
-
-def _weight_above(values: Tensor, weights: Tensor, slack: float) -> Tensor:
-    """(V,) for each token the summed weight of the others whose value is larger by over `slack`."""
-    order = values.argsort(descending=True)
-    summed = torch.cat([weights.new_zeros(1), weights[order].cumsum(0)])
-    above = summed[torch.searchsorted(-values[order], -(values + slack))]
-    return above - weights if slack < 0 else above  # a negative slack counts the token itself
+def _processed(
+    target: TargetModel,
+    text: list[int],
+    prompt_length: int,
+    sampling: SamplingParams,
+    eos_token_ids: Collection[int] | None,
+) -> Tensor:
+    """(V,) float64 logits after `text` and the processors, which see every prefix in order."""
+    ends = target.eos_token_ids if eos_token_ids is None else eos_token_ids
+    sampler = Sampler(fresh(sampling), prompt_length, ends, target.device)
+    steps = len(text) - prompt_length + 1 if sampling.processors else 1
+    ids = torch.tensor([text], device=target.device)
+    logits = target.forward(ids, logits_to_keep=steps).logits[0]
+    for left, row in zip(reversed(range(steps)), logits, strict=True):
+        processed = sampler.processed(row.double(), text[: len(text) - left])
+    return processed
 
 
 def reference_text(
@@ -171,15 +137,17 @@ def reference_text(
         target: the model.
         prompt: token ids.
         max_new_tokens: the most to decode.
-        sampling: temperature, top-k, top-p, seed.
-        kind: one of `REFERENCES`; "generate" is transformers' own, greedy only.
+        sampling: its processors are copied where they can be, so that none is used up.
+        kind: one of `REFERENCES`; "generate" is transformers' own, greedy only, which is handed
+            everything else that `sampling` asks for.
 
     Raises:
         ValueError: unknown kind, or one that cannot sample as asked.
     """
     check_reference(kind, sampling)
+    sampling = fresh(sampling)
     if kind == "generate":
-        return _transformers_generate(target, list(prompt), max_new_tokens)
+        return _transformers_generate(target, list(prompt), max_new_tokens, sampling)
     result = plain_generate(target, [prompt], max_new_tokens=max_new_tokens, sampling=sampling)
     return Reference(result.sequences[0], result.seconds["prefill"], result.seconds["total"])
 
@@ -230,15 +198,54 @@ def clean_generation_config(
     )
 
 
-def _transformers_generate(target: TargetModel, ids: list[int], max_new_tokens: int) -> Reference:
+def generation_options(
+    params: SamplingParams, prompt_length: int
+) -> tuple[dict[str, Any], list[Processor]]:
+    """What makes greedy `generate` do as `params` ask.
+
+    Args:
+        params: warpers and seed are left out.
+        prompt_length: tokens given.
+
+    Returns:
+        Fields of a `GenerationConfig`, and processors for what it has no field for.
+    """
+    bias = [[[token], float(value)] for token, value in params.logit_bias]
+    fields = {
+        "repetition_penalty": params.repetition_penalty,
+        "no_repeat_ngram_size": params.no_repeat_ngram_size,
+        "bad_words_ids": [list(word) for word in params.bad_words_ids] or None,
+        "sequence_bias": bias or None,
+        "suppress_tokens": list(params.suppress_tokens) or None,
+        "begin_suppress_tokens": list(params.begin_suppress_tokens) or None,
+        "min_new_tokens": params.min_new_tokens,
+    }
+    missing = SamplingParams(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        forced_tokens=params.forced_tokens,
+    )
+    own = own_processors(missing, prompt_length, (), "cpu")
+    return fields, [*own, *params.processors]
+
+
+def _transformers_generate(
+    target: TargetModel, ids: list[int], max_new_tokens: int, sampling: SamplingParams
+) -> Reference:
     """Greedy `generate`, whatever else the model's generation config asks for."""
     clock = _Clock()
     prompt = torch.tensor([ids], device=target.device)
     model, own = target.model, target.model.generation_config
-    model.generation_config = clean_generation_config(target, max_new_tokens)
+    fields, processors = generation_options(sampling, len(ids))
+    model.generation_config = clean_generation_config(target, max_new_tokens, **fields)
     try:
         start = time.perf_counter()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock)
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            streamer=clock,
+            logits_processor=LogitsProcessorList(processors),
+        )
     finally:
         model.generation_config = own
     _, first, *_ = clock.times

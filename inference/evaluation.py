@@ -33,6 +33,9 @@ from inference.proposers.base import Proposer
 from inference.sampling import SamplingParams
 from inference.stats import AcceptanceStats
 
+SAME_TOKENS = ("match", "coupled")
+"""Rules whose output at a temperature equals plain sampling with the same seed."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -177,8 +180,8 @@ def measure(
         prompts: those that do not fit the target's positions are skipped and counted.
         max_new_tokens: per prompt.
         sampling: None is greedy.
-        rule: of acceptance. "rejection" at a temperature promises the law and not the tokens, so
-            then the texts are not compared.
+        rule: of acceptance. At a temperature only those of `SAME_TOKENS` promise the tokens and not
+            the law alone; with others the texts are not compared.
         compare: "plain", "generate" (greedy only), or None for no reference.
         batch_size: B, prompts of one category decoded together.
         progress: show a progress bar on a terminal.
@@ -232,7 +235,7 @@ class _Measurement:
     @property
     def comparable(self) -> bool:
         """Whether the reference's very tokens are promised."""
-        promised = self.sampling.temperature == 0 or self.rule != "rejection"
+        promised = self.sampling.temperature == 0 or self.rule in SAME_TOKENS
         return promised and self.compare is not None
 
     def warm_up(self, prompt: Prompt) -> None:

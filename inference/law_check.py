@@ -1,19 +1,21 @@
-"""Does sampled speculative output follow the target's law? A statistical test on any model.
+"""Does sampled speculative output follow the target's law? Statistical tests on any model.
 
-Rules that draw with numbers of their own (`rejection`) cannot be compared token by token with plain
-sampling. Here one prompt is continued many times with different seeds. Seeds are taken such that
-the first new token, which the prefill draws, is always the same; what the rounds of speculation
-then emit has a law that the target tells exactly. The pairs of second and third new token are
-counted in cells chosen from that law alone, and tested by chi-square.
+Rules that draw with numbers of their own (`rejection`, `block`) cannot be compared token by token
+with plain sampling. Here one prompt is continued many times with different seeds. Seeds are taken
+such that the first new token, which the prefill draws, is always the same; what the rounds of
+speculation then emit has a law that the target tells exactly. The next `COUNTED` tokens are counted
+in cells chosen from that law alone, and tested by chi-square and by total variation
+(`inference.law_statistics`, which also says how far off a law must be to be found).
 
 Letters: N tree nodes, V target vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,12 +25,13 @@ from tqdm.auto import tqdm
 from drafters import TargetModel
 from inference.evaluation import Prompt
 from inference.generate import Round, speculative_generate
-from inference.proposers.base import Proposer, RowState
-from inference.sampling import SamplingParams, probabilities, sample
-from inference.timing import PhaseTimer
+from inference.law_statistics import CountTests, chi_square_tail, compare_counts
+from inference.processors import Sampler
+from inference.proposers.base import Proposer, Resume, RowState, Session
+from inference.sampling import SamplingParams, sample
+from inference.stopping import Stop
 from inference.tree import Proposal, TokenTree
-
-LOSSLESS, NOT_LOSSLESS, INCONCLUSIVE = "lossless", "not lossless", "inconclusive"
+from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS
 
 REFUTED, DOUBTFUL = 1e-4, 1e-2
 """A p-value below the first refutes, one between the two decides nothing."""
@@ -36,11 +39,15 @@ MIN_EXPECTED = 5.0
 """Expected count of every cell of the test; rarer ones are pooled."""
 MIN_ROUNDS = 10
 """Rounds that must accept, and reject, all first drafts: both halves of the rule need a trial."""
-NEW_TOKENS = 4
-"""Tokens per continuation: the prefill's, the two tested, and one so that drafts reach depth 2."""
+COUNTED = 3
+"""Tokens that are counted: the three after the prefill's, so that drafts of depth 3 count."""
+NEW_TOKENS = COUNTED + 2
+"""Tokens per continuation: the prefill's, those counted, and one so that drafts get as deep."""
 
-Cell = tuple[int, ...]
-"""(second, third) new token; (second,) for its other third tokens; () for anything else."""
+Prefix = tuple[int, ...]
+"""Tokens behind the first new one."""
+Law = Callable[[Prefix], Tensor]
+"""What follows a prefix, (V,)."""
 
 
 @dataclass(frozen=True)
@@ -48,39 +55,44 @@ class LawReport:
     """Outcome of `check_law`.
 
     Attributes:
+        rule: of acceptance.
         verdict: "lossless", "not lossless" or "inconclusive".
         reason: why it is not "lossless"; empty otherwise.
         prompt: id of the prompt that was continued.
         samples: continuations counted.
-        cells: of the test.
-        chi_square: the statistic; None without a test.
-        p_value: its tail probability; None without a test.
+        cells: of the tests.
+        tests: statistics, p-values and power; None if there was nothing to test.
+        p_value: of both tests together; None without them.
         accepting: rounds that accepted a draft.
         rejecting: rounds that had drafts and accepted none.
+        rejected_at: rounds that rejected all drafts of depth 1, 2, ..., `COUNTED`.
     """
 
+    rule: str
     verdict: str
     reason: str
     prompt: str
     samples: int
     cells: int
-    chi_square: float | None
+    tests: CountTests | None
     p_value: float | None
     accepting: int
     rejecting: int
+    rejected_at: tuple[int, ...]
 
 
 @dataclass
 class _Counts:
     """What the continuations showed."""
 
-    pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
+    texts: Counter[Prefix] = field(default_factory=Counter)
     accepting: int = 0
-    rejecting: int = 0
+    rejected_at: Counter[int] = field(default_factory=Counter)
 
     def add_round(self, done: Round) -> None:
         self.accepting += bool(done.accepted)
-        self.rejecting += not done.accepted and done.tree.num_draft_tokens > 0
+        if not done.all_accepted:
+            self.rejected_at[len(done.accepted) + 1] += 1
 
 
 def check_law(
@@ -90,6 +102,7 @@ def check_law(
     sampling: SamplingParams,
     samples: int,
     rule: str = "rejection",
+    batch_size: int = 16,
     progress: bool = False,
 ) -> LawReport:
     """Continue the prompt whose law is the easiest to test, and test it.
@@ -98,106 +111,155 @@ def check_law(
         target: the model.
         proposer: where drafts come from.
         prompts: to choose from.
-        sampling: at a temperature; its seed is the first to be tried.
+        sampling: at a temperature; its seed is the first to be tried. Processors that keep state
+            cannot be used: laws are asked for in no order.
         samples: continuations.
         rule: of acceptance.
+        batch_size: continuations that are decoded together.
         progress: show a progress bar on a terminal.
     """
     prompt, first = _choose(target, prompts, sampling, samples)
-    prefix = [*prompt.ids, first]
     counts = _Counts()
     seeds = itertools.islice(_seeds(target, prompt.ids, first, sampling), samples)
-    for seed in tqdm(seeds, total=samples, desc="law", disable=None if progress else True):
-        result = speculative_generate(
-            target,
-            proposer,
-            [prompt.ids],
-            max_new_tokens=NEW_TOKENS,
-            sampling=replace(sampling, seed=seed),
-            rule=rule,
-            eos_token_ids=(),
-            on_round=counts.add_round,
-        )
-        start, second, third = result.sequences[0][:3]
-        if start == first:  # rounding may make the first draw another one, once in a million
-            counts.pairs[second, third] += 1
-    expected = expected_cells(target, prefix, sampling, counts.pairs.total())
-    return _judge(prompt, counts, expected)
+    with tqdm(total=samples, desc=f"law, {rule}", disable=None if progress else True) as bar:
+        while chunk := list(itertools.islice(seeds, batch_size)):
+            result = speculative_generate(
+                target,
+                proposer,
+                [prompt.ids] * len(chunk),
+                max_new_tokens=NEW_TOKENS,
+                sampling=[replace(sampling, seed=seed) for seed in chunk],
+                rule=rule,
+                stop=Stop(token_ids=()),
+                on_round=counts.add_round,
+            )
+            for start, *following in result.sequences:
+                if start == first:  # rounding may change the first draw, once in a million
+                    counts.texts[tuple(following[:COUNTED])] += 1
+            bar.update(len(chunk))
+    prefix, number = [*prompt.ids, first], counts.texts.total()
+    expected = expected_cells(target, prefix, sampling, number, COUNTED, len(prompt.ids))
+    return _judge(prompt, rule, counts, expected)
 
 
 def expected_cells(
-    target: TargetModel, prefix: list[int], sampling: SamplingParams, samples: int
-) -> dict[Cell, float]:
-    """Expected counts of the two tokens after `prefix`; each at least `MIN_EXPECTED`, if possible.
+    target: TargetModel,
+    prefix: Sequence[int],
+    sampling: SamplingParams,
+    samples: int,
+    depth: int = 2,
+    prompt_length: int | None = None,
+) -> dict[Prefix, float]:
+    """`law_cells` of what follows a text.
 
-    The cells depend on the target's law and not on what was observed.
+    Args:
+        target: the model.
+        prefix: the text.
+        sampling: its processors and warpers.
+        samples: continuations.
+        depth: tokens that are counted.
+        prompt_length: how much of the text was given; None: all.
     """
-    second = _law(target, prefix, sampling).double() * samples  # (V,)
-    cells: dict[Cell, float] = {}
-    for token in (second >= MIN_EXPECTED).nonzero().flatten().tolist():
-        rest = float(second[token])
-        if rest >= 2 * MIN_EXPECTED:  # it can be told apart by the third token
-            third = _law(target, [*prefix, token], sampling).double() * rest
-            for other in (third >= MIN_EXPECTED).nonzero().flatten().tolist():
-                cells[token, other] = float(third[other])
-                rest -= float(third[other])
-        if rest >= MIN_EXPECTED:
-            cells[token,] = rest
-    cells[()] = max(0.0, samples - sum(cells.values()))
+    given = len(prefix) if prompt_length is None else prompt_length
+    law = functools.partial(_law, target, given, sampling, tuple(prefix))
+    return law_cells(law, samples, depth)
+
+
+def law_cells(law: Law, samples: int, depth: int) -> dict[Prefix, float]:
+    """Expected counts of texts; each at least `MIN_EXPECTED`, if possible.
+
+    A cell is a prefix. It holds the texts that begin so and with none of the longer prefixes among
+    the cells; the empty prefix holds the rest. The cells depend on the target's law and
+    not on what was observed.
+
+    Args:
+        law: of the target.
+        samples: texts.
+        depth: tokens of the longest prefix.
+    """
+    cells: dict[Prefix, float] = {}
+
+    def split(prefix: Prefix, mean: float) -> float:
+        """Make cells of what begins with `prefix`; returns the mean of what fits into none."""
+        left = mean
+        if len(prefix) < depth and mean >= 2 * MIN_EXPECTED:  # it can be told apart
+            means = law(prefix).double() * mean
+            for token in (means >= MIN_EXPECTED).nonzero().flatten().tolist():
+                inside = float(means[token])
+                left -= inside - split((*prefix, token), inside)
+        if prefix and left >= MIN_EXPECTED:
+            cells[prefix] = left
+            return 0.0
+        return left
+
+    cells[()] = max(0.0, split((), float(samples)))
     while len(cells) > 1 and cells[()] < MIN_EXPECTED:
-        # A cell (second, third) falls back to (second,) while there is one, so that goes first.
-        smallest = min(
-            (c for c in cells if c and (len(c) == 1 or c[:1] not in cells)), key=cells.__getitem__
+        # Only what is in no other cell's prefix falls back to the empty one.
+        outermost = (
+            cell
+            for cell in cells
+            if cell and not any(cell[:n] in cells for n in range(1, len(cell)))
         )
+        smallest = min(outermost, key=cells.__getitem__)
         cells[()] += cells.pop(smallest)
     return cells
 
 
-def chi_square(observed: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, float]:
+def in_cells(texts: Counter[Prefix], cells: dict[Prefix, float]) -> list[int]:
+    """How many texts each cell holds: a text is counted in its longest prefix among them."""
+    observed: Counter[Prefix] = Counter()
+    for text, number in texts.items():
+        longest = next(text[:n] for n in range(len(text), -1, -1) if text[:n] in cells)
+        observed[longest] += number
+    return [observed[cell] for cell in cells]
+
+
+def chi_square(texts: Counter[Prefix], cells: dict[Prefix, float]) -> tuple[float, float]:
     """Pearson's statistic and its tail probability.
 
     Args:
-        observed: counts, of cells in `expected` only.
-        expected: at least two cells.
+        texts: counts of texts.
+        cells: expected counts, at least two.
     """
-    statistic = sum((observed[cell] - mean) ** 2 / mean for cell, mean in expected.items())
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return statistic, float(torch.special.gammaincc(half[0], half[1]))
+    pairs = zip(in_cells(texts, cells), cells.values(), strict=True)
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
+    return statistic, chi_square_tail(statistic, len(cells) - 1)
 
 
-def _judge(prompt: Prompt, counts: _Counts, expected: dict[Cell, float]) -> LawReport:
-    observed: Counter[Cell] = Counter()
-    for (second, third), number in counts.pairs.items():
-        cell = next(c for c in ((second, third), (second,), ()) if c in expected)
-        observed[cell] += number
-    statistic, p_value = chi_square(observed, expected) if len(expected) > 1 else (None, None)
+def _judge(prompt: Prompt, rule: str, counts: _Counts, expected: dict[Prefix, float]) -> LawReport:
+    tests = None
+    if len(expected) > 1:
+        tests = compare_counts(in_cells(counts.texts, expected), list(expected.values()), REFUTED)
+    rejected = tuple(counts.rejected_at[depth] for depth in range(1, COUNTED + 1))
     verdict, reason = INCONCLUSIVE, ""
-    if p_value is None:
+    if tests is None:
         reason = (
             "no two outcomes are likely enough to be counted: take more samples, other prompts or "
             "another temperature"
         )
-    elif p_value < REFUTED:
+    elif tests.p_value < REFUTED:
         verdict, reason = NOT_LOSSLESS, "the output does not follow the target's law"
-    elif p_value < DOUBTFUL:
+    elif tests.p_value < DOUBTFUL:
         reason = "a suspicious p-value: repeat with another seed and more samples"
-    elif min(counts.accepting, counts.rejecting) < MIN_ROUNDS:
+    elif min(counts.accepting, rejected[0]) < MIN_ROUNDS:
         reason = (
-            f"{counts.accepting} rounds accepted drafts and {counts.rejecting} rejected them all; "
+            f"{counts.accepting} rounds accepted drafts and {rejected[0]} rejected them all; "
             f"each must happen {MIN_ROUNDS} times: take more samples"
         )
     else:
         verdict = LOSSLESS
     return LawReport(
+        rule,
         verdict,
         reason,
         prompt.id,
-        counts.pairs.total(),
+        counts.texts.total(),
         len(expected),
-        statistic,
-        p_value,
+        tests,
+        None if tests is None else tests.p_value,
         counts.accepting,
-        counts.rejecting,
+        rejected[0],
+        rejected,
     )
 
 
@@ -207,8 +269,9 @@ def _choose(
     """The prompt, with its likeliest first token, after which the most tokens can be counted."""
     best: tuple[int, Prompt, int] | None = None
     for prompt in prompts:
-        first = int(_law(target, prompt.ids, sampling).argmax())
-        law = _law(target, [*prompt.ids, first], sampling)
+        given = tuple(prompt.ids)
+        first = int(_law(target, len(given), sampling, given, ()).argmax())
+        law = _law(target, len(given), sampling, (*given, first), ())
         testable = int((law * samples >= MIN_EXPECTED).sum())
         if best is None or testable > best[0]:
             best = testable, prompt, first
@@ -221,22 +284,32 @@ def _seeds(
     target: TargetModel, prompt: list[int], first: int, sampling: SamplingParams
 ) -> Iterator[int]:
     """Seeds under which `first` is the first new token; noise elsewhere is independent of it."""
-    law = _law(target, prompt, sampling)
+    law = _law(target, len(prompt), sampling, tuple(prompt), ())
     for seed in itertools.count(sampling.seed):
         if sample(law, seed, len(prompt)) == first:
             yield seed
 
 
-def _law(target: TargetModel, text: list[int], sampling: SamplingParams) -> Tensor:
-    """(V,) what follows a text."""
+def _law(
+    target: TargetModel,
+    prompt_length: int,
+    sampling: SamplingParams,
+    before: Prefix,
+    prefix: Prefix,
+) -> Tensor:
+    """(V,) what follows `before` and `prefix`, the first tokens of which are the prompt's."""
+    text = [*before, *prefix]
     ids = torch.tensor([text], device=target.device)
-    return probabilities(target.forward(ids, logits_to_keep=1).logits[0, -1], sampling)
+    logits = target.forward(ids, logits_to_keep=1).logits[0, -1]
+    sampler = Sampler(sampling, prompt_length, (), target.device)
+    return sampler.law(sampler.scores(logits, text))
 
 
-class WrongLaw:
+class WrongLaw(Proposer):
     """Negative control: a proposer that records far too small a probability for what it drafted.
 
-    The rule then accepts nearly every draft, and the output follows the head instead of the target.
+    The rule then accepts nearly every draft, and the output follows the drafts instead of the
+    target.
 
     Args:
         proposer: where the drafts come from.
@@ -251,16 +324,22 @@ class WrongLaw:
         """Those of the proposer."""
         return self.proposer.feature_layers
 
-    def start(self, batch_size: int, timer: PhaseTimer) -> None:
+    def start(self, session: Session) -> None:
         """Start the proposer."""
-        self.proposer.start(batch_size, timer)
+        self.proposer.start(session)
 
-    def propose(
-        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
-    ) -> list[TokenTree | None]:
+    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """The proposer's trees with the wrong law."""
-        trees = self.proposer.propose(states, sampling, rule)
+        trees = self.proposer.propose(states)
         return [None if tree is None else self._spoil(tree) for tree in trees]
+
+    def finish(self, row: int, tokens: list[int]) -> None:
+        """Finish the proposer's sequence."""
+        self.proposer.finish(row, tokens)
+
+    def resume(self) -> Resume | None:
+        """What the proposer has run already."""
+        return self.proposer.resume()
 
     def _spoil(self, tree: TokenTree) -> TokenTree:
         law = torch.ones(tree.num_nodes, self.vocab_size, device=tree.tokens.device)

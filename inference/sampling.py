@@ -10,43 +10,148 @@ Letters: V target vocabulary.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from inference.warpers import keep_min_p, keep_typical
+
 NUCLEUS_GUESS = 1024
 """Tokens among which top-p first looks for its nucleus."""
+
+Processor = Callable[[Any, Any], Any]
+"""Text (1, T) and scores (1, V) -> scores (1, V): a transformers `LogitsProcessor`, or anything
+that is called like one."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """What turns the target's logits into the law to sample from.
 
+    Options after `seed` are given by name. None and () switch one off. `temperature`, `top_k`,
+    `top_p`, `min_p` and `typical_p` are the warpers: at temperature 0 they do nothing. The others
+    look at the text so far (`inference.processors`), and act at temperature 0, too.
+
     Attributes:
         temperature: 0 decodes greedily.
-        top_k: keep the k most likely tokens; None keeps all.
-        top_p: keep the smallest set of tokens with at least this mass; None keeps all.
+        top_k: keep the k most likely tokens.
+        top_p: keep the smallest set of tokens with at least this mass.
         seed: of the noise; the same seed gives the same text.
+        min_p: keep tokens with at least this share of the largest probability.
+        typical_p: keep the most typical tokens up to this mass (arXiv:2202.00666).
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the
+            prompt or the new text holds, as in transformers (arXiv:1909.05858).
+        presence_penalty: subtracted from the logits of tokens that the new text holds; the prompt
+            does not count, as in OpenAI's API and vLLM.
+        frequency_penalty: the same, times how often the new text holds the token.
+        no_repeat_ngram_size: no n-gram of prompt and new text comes twice.
+        bad_words_ids: sequences of tokens that never come; one that is nothing but an
+            end-of-sequence token is let through, as in transformers.
+        logit_bias: (token id, number added to its logit).
+        suppress_tokens: never come.
+        begin_suppress_tokens: do not come first.
+        forced_tokens: (place among the new tokens, from 0; token id).
+        min_new_tokens: no end-of-sequence token before so many new ones.
+        processors: applied in this order after all that is named above but the warpers. One that
+            keeps state needs a fresh object for every decoding call.
+
+    Raises:
+        ValueError: naming the field.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    _: KW_ONLY
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_tokens: tuple[tuple[int, int], ...] = ()
+    min_new_tokens: int | None = None
+    processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
+        """Refuse values outside their range. Lists become tuples, so that it can be hashed."""
+        for name in ("suppress_tokens", "begin_suppress_tokens", "processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        for name in ("bad_words_ids", "logit_bias", "forced_tokens"):
+            nested = tuple(tuple(item) for item in getattr(self, name) or ())
+            object.__setattr__(self, name, nested)
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None to keep all; got {self.top_k}")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], or be None to keep all; got {self.top_p}")
+        for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None for no limit; got {value}")
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise ValueError(f"{name} must lie in (0, 1], or be None to keep all; got {value}")
+        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], or be None to keep all; got {self.min_p}")
+        penalty = self.repetition_penalty
+        if penalty is not None and not 0.0 < penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be a finite number > 0, got {penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+        _check_tokens(self)
+
+
+def _check_tokens(params: SamplingParams) -> None:
+    """Refuse lists of tokens that are malformed, or that contradict each other."""
+    if not all(params.bad_words_ids):
+        raise ValueError("bad_words_ids holds an empty sequence: leave it out")
+    for name in ("logit_bias", "forced_tokens"):
+        pairs = getattr(params, name)
+        if not all(len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{name} must hold pairs, got {pairs}")
+        if len({first for first, _ in pairs}) < len(pairs):
+            raise ValueError(f"{name} holds two pairs with the same first number: {pairs}")
+    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
+        raise ValueError("logit_bias must hold finite numbers; suppress_tokens rules a token out")
+    for name, ids in token_ids(params).items():
+        if not all(isinstance(token, int) and token >= 0 for token in ids):
+            raise ValueError(f"{name} must hold token ids >= 0, got {getattr(params, name)}")
+    for place, token in params.forced_tokens:
+        if place < 0:
+            raise ValueError(f"forced_tokens: places are counted from 0, got {place}")
+        if token in params.suppress_tokens or (
+            place == 0 and token in params.begin_suppress_tokens
+        ):
+            raise ValueError(f"forced_tokens: token {token} is suppressed at place {place}")
+    if not all(callable(processor) for processor in params.processors):
+        raise ValueError("processors must hold callables (input_ids, scores) -> scores")
+    if len({id(processor) for processor in params.processors}) < len(params.processors):
+        raise ValueError("processors holds the same object twice: leave one out")
+
+
+def token_ids(params: SamplingParams) -> dict[str, Sequence[int]]:
+    """The token ids that each field names."""
+    return {
+        "bad_words_ids": [token for word in params.bad_words_ids for token in word],
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "suppress_tokens": params.suppress_tokens,
+        "begin_suppress_tokens": params.begin_suppress_tokens,
+        "forced_tokens": [token for _, token in params.forced_tokens],
+    }
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law to sample from, after the warpers of `generate` in its order.
+    """The law that the warpers of `generate` make of logits, whatever the text.
 
     Args:
         logits: (..., V) of any floating dtype.
@@ -55,16 +160,45 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     Returns:
         (..., V) probabilities in float32, or in float64 if the logits are.
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return law_of(warp(logits, params), params)
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, top-k, top-p, min-p, typical-p: the warpers of `generate` in its order.
+
+    Args:
+        logits: (..., V) of any floating dtype.
+        params: at temperature 0 nothing is done.
+
+    Returns:
+        (..., V) scores in float32, or in float64 if the logits are; -inf where nothing is kept.
+    """
+    scores = logits.to(score_dtype(logits))
     if params.temperature == 0.0:
-        best = lowest_argmax(logits).unsqueeze(-1)
-        return torch.zeros_like(logits, dtype=dtype).scatter_(-1, best, 1.0)
-    logits = logits.to(dtype) / params.temperature
+        return scores
+    scores = scores / params.temperature
     if params.top_k is not None:
-        logits = keep_top_k(logits, params.top_k)
+        scores = keep_top_k(scores, params.top_k)
     if params.top_p is not None and params.top_p < 1.0:
-        logits = keep_top_p(logits, params.top_p)
-    return torch.softmax(logits, dim=-1)
+        scores = keep_top_p(scores, params.top_p)
+    if params.min_p is not None:
+        scores = keep_min_p(scores, params.min_p)
+    if params.typical_p is not None and params.typical_p < 1.0:
+        scores = keep_typical(scores, params.typical_p)
+    return scores
+
+
+def law_of(scores: Tensor, params: SamplingParams) -> Tensor:
+    """(..., V) warped scores -> (..., V) probabilities, one-hot at temperature 0."""
+    if params.temperature == 0.0:
+        best = lowest_argmax(scores).unsqueeze(-1)
+        return torch.zeros_like(scores).scatter_(-1, best, 1.0)
+    return torch.softmax(scores, dim=-1)
+
+
+def score_dtype(logits: Tensor) -> torch.dtype:
+    """Float64 stays; everything else is scored in float32, as in `generate`."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
@@ -99,7 +233,10 @@ def lowest_argmax(values: Tensor) -> Tensor:
     """
     largest = values.amax(dim=-1, keepdim=True)
     if not bool((largest > -torch.inf).all()):  # false for NaN too
-        raise ValueError("no largest entry: all are -inf or some are NaN; check the model's logits")
+        raise ValueError(
+            "no largest entry: all are -inf or some are NaN; check the model's logits, and whether "
+            "the processors leave any token"
+        )
     index = torch.arange(values.shape[-1], device=values.device)
     return torch.where(values == largest, index, values.shape[-1]).amin(dim=-1)
 
@@ -113,9 +250,9 @@ class Stream(enum.IntEnum):
     TARGET = 0
     """The target's own draws: plain sampling, `match`, `coupled`, and coupled drafts."""
     ACCEPT = 1
-    """The accept-or-reject coins of `rejection`."""
+    """The accept-or-reject coins of `rejection` and `block`."""
     RESIDUAL = 2
-    """The draws of `rejection` from a residual or after the last accepted node."""
+    """The draws of `rejection` and `block` from a residual or after the last accepted node."""
     DRAFT = 3
     """Drafts verified by `rejection`; to share a stream of the verifier would be biased."""
 
@@ -233,5 +370,8 @@ def sample(probs: Tensor, seed: int, position: int, stream: int = Stream.TARGET)
     """
     support = probs.nonzero().squeeze(-1)
     if len(support) == 0:
-        raise ValueError("cannot draw: the law has no mass; check the model's logits")
+        raise ValueError(
+            "cannot draw: the law has no mass; check the model's logits, and whether the "
+            "processors leave any token"
+        )
     return int(support[draw(probs[support], gumbel_at(seed, position, support, stream))])

@@ -10,8 +10,6 @@ frontier node, K draft steps or heads, V target vocabulary.
 from __future__ import annotations
 
 import enum
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +26,12 @@ class Proposal(enum.Enum):
     """Drawn from the law q recorded in `TokenTree.draft_probs`, without replacement."""
     COUPLED = "coupled"
     """The top of log q plus the noise that the target itself draws with at that position."""
+    MIXED = "mixed"
+    """Some drawn as for DENSE, others chosen as for ONE_HOT; `TokenTree.drawn` tells which."""
+
+
+DRAWN_KINDS = frozenset({Proposal.DENSE, Proposal.MIXED})
+"""Kinds with tokens drawn from a recorded law, of which none may be dropped afterwards."""
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -57,14 +61,18 @@ class TokenTree:
         tokens: (N,) long, absolute target ids; `tokens[0]` is the committed token x_a.
         parents: (N,) long, `parents[0] == -1` and `parents[i] < i`.
         proposal: how the children were chosen, one kind for the whole tree.
-        draft_probs: (N, V), only for `Proposal.DENSE`: row i is the law q from which the children
-            of node i were drawn, in index order and without replacement. Rows of leaves are unused.
+        draft_probs: (N, V), only for DENSE and MIXED: row i is the law q from which the drawn
+            children of node i were drawn, in index order and without replacement. Rows of nodes
+            without drawn children are unused.
+        drawn: (N,) bool, only for MIXED: whether a node was drawn or chosen. A chosen token may
+            depend on its drawn siblings, which come before it. The root's entry is unused.
     """
 
     tokens: Tensor
     parents: Tensor
     proposal: Proposal
     draft_probs: Tensor | None = None
+    drawn: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the shape of the tree; the walk of `verify` relies on every one of these."""
@@ -84,15 +92,20 @@ class TokenTree:
                     f"so it must lie in [0, {node - 1}]"
                 )
         self._check_draft_probs()
+        self._check_drawn()
         if sum(map(len, self._children)) != self.num_draft_tokens:
             raise ValueError("TokenTree.tokens: two children of one node hold the same token")
 
     def _check_draft_probs(self) -> None:
-        if (self.proposal is Proposal.DENSE) != (self.draft_probs is not None):
-            raise ValueError(
-                "TokenTree.draft_probs is needed for Proposal.DENSE and must be None otherwise; "
-                f"the proposal is {self.proposal.name}"
-            )
+        for name, value, kinds in (
+            ("draft_probs", self.draft_probs, DRAWN_KINDS),
+            ("drawn", self.drawn, {Proposal.MIXED}),
+        ):
+            if (self.proposal in kinds) != (value is not None):
+                raise ValueError(
+                    f"TokenTree.{name} is needed for {' and '.join(sorted(k.name for k in kinds))} "
+                    f"trees and must be None otherwise; the proposal is {self.proposal.name}"
+                )
         if self.draft_probs is None:
             return
         if self.draft_probs.ndim != 2 or len(self.draft_probs) != self.num_nodes:
@@ -106,20 +119,37 @@ class TokenTree:
                 f"{max(self._tokens)} was drafted; scatter a reduced vocabulary to absolute ids"
             )
 
+    def _check_drawn(self) -> None:
+        if self.drawn is None:
+            return
+        if self.drawn.shape != self.tokens.shape or self.drawn.dtype != torch.bool:
+            raise ValueError(
+                f"TokenTree.drawn must be (N={self.num_nodes},) bool; got "
+                f"{tuple(self.drawn.shape)} {self.drawn.dtype}"
+            )
+        for children in self._children:
+            kinds = [self._drawn[child] for child in children.values()]
+            if kinds != sorted(kinds, reverse=True):
+                raise ValueError(
+                    "TokenTree.drawn: the drawn children of a node must come before the chosen ones"
+                )
+
     @classmethod
     def chain(
         cls,
         tokens: Tensor,
         proposal: Proposal = Proposal.ONE_HOT,
         draft_probs: Tensor | None = None,
+        drawn: Tensor | None = None,
     ) -> TokenTree:
         """A tree without branches.
 
         Args:
             tokens: (N,) the committed token followed by the drafted ones.
             proposal: how the drafted tokens were chosen.
-            draft_probs: (N-1, V) for `Proposal.DENSE`: row i is the law that token i+1 was drawn
+            draft_probs: (N-1, V) for DENSE and MIXED: row i is the law that token i+1 was drawn
                 from. The unused row of the leaf is added here.
+            drawn: (N,) bool for MIXED, as in `TokenTree`.
         """
         parents = torch.arange(-1, len(tokens) - 1, device=tokens.device)
         if draft_probs is not None:
@@ -130,7 +160,7 @@ class TokenTree:
                 )
             leaf = draft_probs.new_zeros(1, draft_probs.shape[1])
             draft_probs = torch.cat([draft_probs, leaf])
-        return cls(tokens, parents, proposal, draft_probs)
+        return cls(tokens, parents, proposal, draft_probs, drawn)
 
     @property
     def num_nodes(self) -> int:
@@ -146,6 +176,15 @@ class TokenTree:
     def depths(self) -> Tensor:
         """(N,) distance from the root; node i sits at absolute position a + depths[i]."""
         return self._mask.sum(dim=1) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self._parents == list(range(-1, self.num_nodes - 1))
+
+    def is_drawn(self, node: int) -> bool:
+        """Whether `node` was drawn from its parent's row of `draft_probs`; false for the root."""
+        return node > 0 and self._drawn[node]
 
     def ancestor_mask(self) -> Tensor:
         """(N, N) bool; row i is true at i and at its ancestors."""
@@ -185,92 +224,18 @@ class TokenTree:
         return self.parents.tolist()
 
     @cached_property
+    def _drawn(self) -> list[bool]:
+        if self.drawn is None:
+            return [self.proposal is Proposal.DENSE] * self.num_nodes
+        return self.drawn.tolist()
+
+    @cached_property
     def _children(self) -> list[dict[int, int]]:
         """Per node: token -> child, in index order."""
         children: list[dict[int, int]] = [{} for _ in range(self.num_nodes)]
         for node in range(1, self.num_nodes):
             children[self._parents[node]].setdefault(self._tokens[node], node)
         return children
-
-
-# Static trees: one shape for every round (Medusa, arXiv:2401.10774) ---------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class StaticTree:
-    """A tree shape without tokens; node 0 is the root.
-
-    Attributes:
-        parents: (N,) long, as in `TokenTree`.
-        depths: (N,) long; a node at depth d is filled from head d-1.
-        ranks: (N,) long; which of its head's candidates a node takes, 0 the best; 0 at the root.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    ranks: Tensor
-
-
-def static_tree(ranks: Sequence[tuple[int, ...]]) -> StaticTree:
-    """Build a shape from Medusa's notation: one path of ranks per node, root excluded.
-
-    Args:
-        ranks: for instance `[(0,), (0, 0), (1,)]`, in any order: the best token of head 0, its
-            best continuation from head 1, and the second best token of head 0.
-
-    Returns:
-        The shape, nodes in order of depth and then of rank.
-    """
-    paths = [(), *sorted(ranks, key=lambda path: (len(path), path))]
-    index = {path: node for node, path in enumerate(paths)}
-    if len(index) != len(paths):
-        raise ValueError("static_tree: a path of ranks is listed twice or is empty")
-    for path in paths[1:]:
-        if path[:-1] not in index:
-            raise ValueError(f"static_tree: {path} is listed without its parent {path[:-1]}")
-        if min(path) < 0:
-            raise ValueError(f"static_tree: {path} holds a negative rank; ranks start at 0")
-    return StaticTree(
-        parents=torch.tensor([-1, *(index[path[:-1]] for path in paths[1:])]),
-        depths=torch.tensor([len(path) for path in paths]),
-        ranks=torch.tensor([0, *(path[-1] for path in paths[1:])]),
-    )
-
-
-def optimal_static_tree(accuracy: Tensor, size: int) -> StaticTree:
-    """The shape with the highest expected number of accepted tokens (arXiv:2401.10774).
-
-    A node is worth the product of accuracies along its path. Products only shrink with depth and
-    with rank, so taking the most valuable node next, always, is optimal for their sum.
-
-    Args:
-        accuracy: (K, R); [k, r] is the rate at which the rank-r token of head k is the true one,
-            given that the path before it is. Ranks may be in any order of accuracy.
-        size: draft tokens to place, root excluded.
-    """
-    if accuracy.ndim != 2 or not bool(((accuracy >= 0) & (accuracy <= 1)).all()):
-        raise ValueError("optimal_static_tree: accuracy must be (K, R) with entries in [0, 1]")
-    num_heads, num_ranks = accuracy.shape
-    values, order = (t.tolist() for t in accuracy.sort(dim=1, descending=True, stable=True))
-    # An entry is (-value, place in the sorted order of each head along the path, parent's value).
-    frontier: list[tuple[float, tuple[int, ...], float]] = [(-values[0][0], (0,), 1.0)]
-    chosen: list[tuple[int, ...]] = []
-    while len(chosen) < size:
-        if not frontier:
-            raise ValueError(
-                f"optimal_static_tree: size {size} exceeds the {len(chosen)} nodes that "
-                f"{num_heads} heads of {num_ranks} ranks can make"
-            )
-        negative_value, places, parent_value = heapq.heappop(frontier)
-        chosen.append(tuple(order[head][place] for head, place in enumerate(places)))
-        head, sibling = len(places) - 1, places[-1] + 1
-        if sibling < num_ranks:
-            value = parent_value * values[head][sibling]
-            heapq.heappush(frontier, (-value, (*places[:-1], sibling), parent_value))
-        if head + 1 < num_heads:
-            value = -negative_value * values[head + 1][0]
-            heapq.heappush(frontier, (-value, (*places, 0), -negative_value))
-    return static_tree(chosen)
 
 
 # Dynamic trees: expand, keep everything, rerank at the end (EAGLE-2, arXiv:2406.16858) ----------
@@ -351,7 +316,7 @@ def rerank(
     Returns:
         The tree, and (N,) the candidate index of each of its nodes.
     """
-    assert proposal is not Proposal.DENSE, "drawing and then dropping is biased"
+    assert proposal not in DRAWN_KINDS, "drawing and then dropping is biased"
     scores = candidates.scores[1:]
     order = scores.argsort(descending=True, stable=True)[:size]
     order = order[scores[order] > -torch.inf]

@@ -22,6 +22,7 @@ from inference.cache import TreeCache
 from inference.proposers import RowState
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.heads import Eagle3Proposer
+from inference.sampling import SamplingParams
 from inference.tree import ancestor_mask
 from training.chat import TokenizedRow
 from training.data import collate
@@ -170,5 +171,12 @@ def decode_rounds(
         cache.commit([kept])
         position += size
         features = None if out.features is None else out.features[0, kept]
-        yield RowState(ids[: position + 1], features, out.last_hidden[0, kept], len(ids))
+        yield RowState(
+            ids[: position + 1],
+            0,
+            features,
+            out.last_hidden[0, kept],
+            len(ids),
+            SamplingParams(),
+        )
         size = 1 + position % 3

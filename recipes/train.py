@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from drafters import Drafter, TargetModel, build_drafter, load_drafter
 from drafters.export import write_native
 from inference.evaluation import Prompt, measure
-from inference.proposers import build_proposer
+from inference.proposers import TreeOptions, build_proposer
 from recipes.parity import check_parity
 from training.answers import (
     AnswerOptions,
@@ -301,7 +301,7 @@ def make_evaluate(
     prompts = [Prompt(encode_prompt(target.tokenizer, prompt_messages(row))) for row in rows]
 
     def evaluate(drafter: Drafter, step: int) -> dict[str, float]:
-        proposer = build_proposer(drafter, options.size)
+        proposer = build_proposer(drafter, TreeOptions(size=options.size))
         report = measure(
             target, proposer, prompts, max_new_tokens=options.max_new_tokens, compare=None
         )

@@ -28,15 +28,14 @@ from inference.stats import AcceptanceStats
 from scripts.common import (
     MODEL_OPTIONS,
     SAMPLING_OPTIONS,
-    TREE_OPTIONS,
     add_options,
     check_chat_template,
-    load_proposer,
     load_target,
     parser_for,
     run,
     sampling_params,
 )
+from scripts.drafting import add_drafting_options, load_proposer
 from training.chat import Message, encode_prompt
 
 ACCEPTED, RECOVERED, BONUS, PREFILL = "accepted", "recovered", "bonus", "prefill"
@@ -68,7 +67,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, *MODEL_OPTIONS, "--max-new-tokens", max_new_tokens=512)
-    add_options(parser, *SAMPLING_OPTIONS, "--rule", *TREE_OPTIONS, "--chat-template")
+    add_options(parser, *SAMPLING_OPTIONS, "--rule", "--chat-template")
+    add_drafting_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     parser.add_argument("--trace", action="store_true", help="one line per target forward")
     return parser.parse_args(argv)

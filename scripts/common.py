@@ -19,12 +19,10 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from drafters import Drafter, MedusaDrafter, TargetModel
-from drafters.export import read_head
+from drafters import TargetModel
 from inference.evaluation import Prompt
-from inference.proposers import Proposer, build_proposer
 from inference.sampling import SamplingParams
-from inference.verify import RULES
+from inference.verify import ALL_RULES
 from training.answers import prompt_messages
 from training.chat import encode_prompt
 from training.data import load_rows
@@ -43,21 +41,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0 is greedy"},
     "--top-k": {"type": int, "metavar": "K", "help": "keep the K most likely tokens"},
     "--top-p": {"type": float, "metavar": "P", "help": "keep the smallest set with mass P"},
-    "--rule": {"choices": tuple(RULES), "default": "match", "help": "acceptance rule"},
-    "--size": {
-        "type": int,
-        "metavar": "N",
-        "help": "nodes per tree, root included (default: 32, or the tree that a head brings along)",
-    },
-    "--depth": {
-        "type": int,
-        "metavar": "N",
-        "help": "longest drafted path; not for Medusa, which has its heads (default: 5)",
-    },
-    "--branch": {
-        "type": int,
-        "metavar": "N",
-        "help": "children of a node, 1 drafts chains; not for Medusa (default: 8)",
+    "--min-p": {"type": float, "metavar": "P", "help": "drop tokens below P times the likeliest"},
+    "--typical-p": {"type": float, "metavar": "P", "help": "keep the P most typical mass"},
+    "--repetition-penalty": {"type": float, "metavar": "F", "help": "over prompt and output"},
+    "--presence-penalty": {"type": float, "metavar": "X", "help": "over the output"},
+    "--frequency-penalty": {"type": float, "metavar": "X", "help": "over the output"},
+    "--no-repeat-ngram-size": {"type": int, "metavar": "N", "help": "no N-gram comes twice"},
+    "--rule": {
+        "choices": tuple(ALL_RULES),
+        "default": "match",
+        "help": "acceptance rule; lossy_typical changes the output",
     },
     "--batch-size": {"type": int, "default": 1, "metavar": "N", "help": "prompts decoded together"},
     "--seed": {"type": int, "default": 0, "metavar": "N", "help": "of all random numbers"},
@@ -77,10 +70,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The options that several scripts have, with one meaning each."""
 
-MODEL_OPTIONS = ("--target", "--head", "--dtype", "--device", "--threads")
-TREE_OPTIONS = ("--size", "--depth", "--branch")
-TREE_DEFAULTS = {"size": 32, "depth": 5, "branch": 8}
-SAMPLING_OPTIONS = ("--temperature", "--top-k", "--top-p", "--seed")
+MODEL_OPTIONS = ("--target", "--dtype", "--device", "--threads")
+WARPER_OPTIONS = ("--top-k", "--top-p", "--min-p", "--typical-p")
+PENALTY_OPTIONS = (
+    "--repetition-penalty",
+    "--presence-penalty",
+    "--frequency-penalty",
+    "--no-repeat-ngram-size",
+)
+SAMPLING_OPTIONS = ("--temperature", *WARPER_OPTIONS, *PENALTY_OPTIONS, "--seed")
 
 
 # Ending -----------------------------------------------------------------------------------------
@@ -153,7 +151,10 @@ def parser_for(doc: str | None) -> argparse.ArgumentParser:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling options."""
-    return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    names = (*WARPER_OPTIONS, *PENALTY_OPTIONS)
+    fields = {name.removeprefix("--").replace("-", "_") for name in names}
+    given = {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
+    return SamplingParams(args.temperature, seed=args.seed, **given)
 
 
 def load_target(args: argparse.Namespace, chat_template: Path | None = None) -> TargetModel:
@@ -181,44 +182,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "the target's tokenizer has no chat template, which messages and prompts need: give "
             "one with --chat-template FILE (jinja), or use rows of 'text' for a base model"
         )
-
-
-def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
-    """The head, in the target's dtype, with the tree options.
-
-    Options that were not given get their values in `args`, so that what is recorded is what was
-    used; None stays where an option does not apply.
-
-    Raises:
-        ValueError: no head, or an option that has no effect on it.
-    """
-    drafter = read_head(args.head, target, target.dtype)
-    fixed = fixed_options(drafter)
-    options: dict[str, int] = {}
-    for name, default in TREE_DEFAULTS.items():
-        given = getattr(args, name)
-        if name not in fixed:
-            options[name] = default if given is None else given
-        elif given is not None:
-            raise ValueError(f"--{name} has no effect on this head, {fixed[name]}: drop it")
-    vars(args).update(options)
-    names = {"branch": "top_k"}
-    return build_proposer(drafter, **{names.get(name, name): n for name, n in options.items()})
-
-
-def fixed_options(drafter: Drafter) -> dict[str, str]:
-    """The tree options that have no effect on a head, and why."""
-    if not isinstance(drafter, MedusaDrafter):
-        return {}
-    fixed = {
-        "depth": f"whose depth is its number of heads ({drafter.config.num_heads})",
-        "branch": "whose tree has one shape, chosen by --size",
-    }
-    if drafter.config.tree is not None:
-        paths = len(drafter.config.tree)
-        fixed["size"] = f"which brings its own tree of {paths} draft tokens along"
-        fixed["branch"] = "which brings its own tree along"
-    return fixed
 
 
 def _device(name: str) -> torch.device:

@@ -20,11 +20,9 @@ from inference.compare import REFERENCES
 from inference.evaluation import Report, measure
 from scripts.common import (
     SAMPLING_OPTIONS,
-    TREE_OPTIONS,
     add_options,
     encode_prompts,
     load_prompts,
-    load_proposer,
     load_target,
     parser_for,
     print_json,
@@ -32,6 +30,7 @@ from scripts.common import (
     sampling_params,
     write_json_atomic,
 )
+from scripts.drafting import add_drafting_options, load_proposer
 from training.provenance import provenance
 
 
@@ -66,8 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    add_options(parser, "--target", "--head", "--prompts", "--limit", "--max-new-tokens")
-    add_options(parser, *SAMPLING_OPTIONS, "--rule", *TREE_OPTIONS, "--batch-size")
+    add_drafting_options(parser)
+    add_options(parser, "--target", "--prompts", "--limit", "--max-new-tokens")
+    add_options(parser, *SAMPLING_OPTIONS, "--rule", "--batch-size")
     add_options(parser, "--dtype", "--device", "--threads", "--chat-template", "--out")
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument(

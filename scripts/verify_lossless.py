@@ -1,57 +1,55 @@
-"""Prove on your own target and head that drafts do not change what the target says.
+"""Prove on your own target and drafts that drafts do not change what the target says.
 
     python -m scripts.verify_lossless --target targets/smollm2-135m --head outputs/eagle3/head \\
-        --prompts prompts.jsonl --limit 4
+        --prompts prompts.jsonl --limit 4 --report lossless.md
 
-Three checks; `--rule` limits them to one acceptance rule.
-  greedy     every rule at temperature 0: the very tokens of plain decoding.
-  same seed  `match` and `coupled` at --temperature: the very tokens of plain sampling with the same
-             seed, for several seeds.
-  law        `rejection` at --temperature: many short continuations of one prompt; the two tokens
-             after the first are counted and tested by chi-square against the target's exact law.
-Differing tokens whose scores are within 1e-4 of the target's best are rounding: near ties, counted.
-A check during which no draft token was accepted is inconclusive: it has tried nothing.
-Use float32 or float64; in 16 bits, rounding decides many tokens.
+Drafts come from a trained head or from anything else that --proposer names. The checks, of every
+rule or of the one that `--rule` names:
+  greedy     at temperature 0: the very tokens of plain decoding.
+  same seed  `match` and `coupled` with the sampling options: the very tokens of plain sampling with
+             the same seed, for several seeds.
+  law        `rejection` and `block` with the sampling options: many short continuations of one
+             prompt; the three tokens after the first are counted and tested against the target's
+             exact law by chi-square and by total variation. How far off the law must be to be found
+             is stated.
+The first two decode every prompt alone, and all of them in a batch whose rows have their own seeds
+and lengths. `block` verifies chains, and is left out where the drafts are trees.
+
+Every text of the first two is audited, too: it is run through the target at once, and each token
+must be what the target chooses there, or fall short of it by rounding: 1e-4 in float32 and float64,
+--max-ulp units in the last place in bfloat16 and float16, where even plain decoding does not repeat
+itself. A check during which no draft token was accepted is inconclusive: it has tried nothing.
 
 `--negative-control` runs the third check alone with drafts whose recorded law is wrong, so that
 nearly every draft is accepted; the verdict must then be `not lossless`, or the check has too little
-power to say anything with this head and these options.
+power to say anything with these drafts and options.
 
-The verdict in the JSON line, the last one, is `lossless` (exit code 0), `not lossless` (1) or
-`inconclusive` (3). A lossless decoder fails the third check once in 10,000 runs.
+`--report` writes a page with the verdict, the figures behind it and what was not tested. The
+verdict in the JSON line, the last one, is `lossless` (exit code 0), `not lossless` (1) or
+`inconclusive` (3). A lossless decoder fails the third check once in 10,000 runs per rule.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from drafters import TargetModel
-from inference.compare import Difference, explain_difference, reference_text
 from inference.evaluation import Prompt
-from inference.generate import speculative_generate
-from inference.law_check import (
-    INCONCLUSIVE,
-    LOSSLESS,
-    NEW_TOKENS,
-    NOT_LOSSLESS,
-    WrongLaw,
-    check_law,
-)
+from inference.law_check import MIN_ROUNDS, NEW_TOKENS, WrongLaw, check_law
+from inference.lossless_report import render
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
-from inference.stats import AcceptanceStats
+from inference.token_check import MAX_ULP, TokenChecker
+from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall
 from inference.verify import RULES
 from scripts.common import (
     MODEL_OPTIONS,
     SAMPLING_OPTIONS,
-    TREE_OPTIONS,
     add_options,
     encode_prompts,
     load_prompts,
-    load_proposer,
     load_target,
     parser_for,
     print_json,
@@ -59,9 +57,12 @@ from scripts.common import (
     sampling_params,
     write_json_atomic,
 )
+from scripts.drafting import add_drafting_options, load_proposer
 from training.provenance import provenance
 
 EXIT_CODES = {LOSSLESS: 0, NOT_LOSSLESS: 1, INCONCLUSIVE: 3}
+SAME_TOKENS = ("match", "coupled")
+"""Rules that promise the tokens of plain sampling with the same seed."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,42 +74,67 @@ def main(argv: list[str] | None = None) -> int:
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
     proposer = load_proposer(args, target)
-    prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
-    checks = run_checks(target, proposer, prompts, sampling, args)
+    given = encode_prompts(target, rows)
+    prompts = fitting(target, given, args.max_new_tokens)
+    checks, not_tested = run_checks(target, proposer, prompts, sampling, args)
+    if len(prompts) < len(given):
+        not_tested.append(f"{len(given) - len(prompts)} prompts, which are too long for the target")
     verdict = overall([check["verdict"] for check in checks])
-    result = {"verdict": verdict, "negative_control": args.negative_control, "checks": checks}
+    result = {
+        "verdict": verdict,
+        "negative_control": args.negative_control,
+        "checks": checks,
+        "not_tested": not_tested,
+    }
     greedy = [check["verdict"] != NOT_LOSSLESS for check in checks if check["check"] == "greedy"]
     result["greedy_identical"] = all(greedy) if greedy else None
     for check in checks:
         print(f"{check['check']:<10} {check['rule']:<10} {check['verdict']:<13} {describe(check)}")
+    for remark in not_tested:
+        print(f"not tested: {remark}")
     try:
-        if args.out is not None:
-            write_json_atomic(args.out, {**result, **provenance()})
+        write(args, result)
     finally:
         print_json(result)
     return EXIT_CODES[verdict]
+
+
+def write(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The result and the report, where they are asked for."""
+    if args.out is not None:
+        write_json_atomic(args.out, {**result, **provenance()})
+    if args.report is not None:
+        page = render({**result, "settings": vars(args), "provenance": provenance()})
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(page, encoding="utf-8")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, *MODEL_OPTIONS, "--prompts", "--limit", "--max-new-tokens", limit=4)
-    add_options(parser, *SAMPLING_OPTIONS, *TREE_OPTIONS, temperature=1.0)
-    add_options(parser, "--chat-template", "--out")
-    parser.add_argument("--rule", choices=("all", *RULES), default="all", help="check one rule")
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="seeds per prompt (default: 3)"
+    add_options(parser, *SAMPLING_OPTIONS, temperature=1.0)
+    add_drafting_options(parser)
+    add_options(parser, "--chat-template", "--batch-size", "--out", batch_size=16)
+    add = parser.add_argument
+    add("--report", type=Path, metavar="FILE.md", help="write a page with all that was found")
+    add("--rule", choices=("all", *RULES), default="all", help="check one rule (default: all)")
+    add("--seeds", type=int, default=3, metavar="N", help="seeds per prompt (default: 3)")
+    add("--samples", type=int, default=500, metavar="N", help="continuations (default: 500)")
+    add(
+        "--max-ulp",
+        type=float,
+        default=MAX_ULP,
+        metavar="K",
+        help="units in the last place that count as rounding in 16 bits (default: %(default)s)",
     )
-    parser.add_argument(
-        "--samples", type=int, default=500, metavar="N", help="continuations (default: 500)"
-    )
-    parser.add_argument(
-        "--negative-control", action="store_true", help="a wrong law, which must be found out"
-    )
+    add("--negative-control", action="store_true", help="a wrong law, which must be found out")
     args = parser.parse_args(argv)
-    for name in ("seeds", "samples", "max_new_tokens"):
+    for name in ("seeds", "samples", "max_new_tokens", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not args.max_ulp >= 0:
+        parser.error("--max-ulp must be at least 0")
     return args
 
 
@@ -131,117 +157,46 @@ def run_checks(
     prompts: list[Prompt],
     sampling: SamplingParams,
     args: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """One record per check and rule."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per check and rule, and remarks on what was left out."""
     if args.negative_control:
+        rule = "rejection" if args.rule == "all" else args.rule
+        if rule in SAME_TOKENS:
+            raise ValueError(f"--negative-control has no effect with --rule {rule}: drop one")
         wrong = WrongLaw(proposer, target.vocab_size)
-        return [law_record(target, wrong, prompts, sampling, args.samples)]
-    rules = list(RULES) if args.rule == "all" else [args.rule]
-    checks = check_tokens(
-        target, proposer, prompts, [SamplingParams()], rules, args.max_new_tokens, "greedy"
-    )
-    if same := [rule for rule in rules if rule != "rejection"]:
-        seeds = [replace(sampling, seed=sampling.seed + n) for n in range(args.seeds)]
-        checks += check_tokens(
-            target, proposer, prompts, seeds, same, args.max_new_tokens, "same seed"
-        )
-    if "rejection" in rules:
-        checks.append(law_record(target, proposer, prompts, sampling, args.samples))
-    return checks
+        return [law_record(target, wrong, prompts, sampling, rule, args)], []
+    not_tested = [f"rule `{rule}`" for rule in RULES if args.rule not in ("all", rule)]
+    if len(prompts) == 1:
+        not_tested.append("batches, as there is one prompt only")
+    checker = TokenChecker(target, proposer, prompts, args.max_new_tokens, args.max_ulp)
+    checks: list[dict[str, Any]] = []
+    for rule in RULES if args.rule == "all" else [args.rule]:
+        try:
+            report = checker.run("greedy", rule, SamplingParams(), progress=True)
+            if rule in SAME_TOKENS:
+                same = checker.run("same seed", rule, sampling, args.seeds, progress=True)
+                records = [asdict(report), asdict(same)]
+            else:
+                law = law_record(target, proposer, prompts, sampling, rule, args)
+                records = [asdict(report), law]
+        except ValueError as error:
+            if rule != "block" or args.rule == "block" or "verifies chains" not in str(error):
+                raise
+            not_tested.append("rule `block`, as it verifies chains and these drafts are trees")
+            continue
+        checks += records
+    return checks, not_tested + shallow(checks)
 
 
-def overall(verdicts: Sequence[str]) -> str:
-    """One refutation refutes; otherwise one doubt leaves it open."""
-    return next((v for v in (NOT_LOSSLESS, INCONCLUSIVE) if v in verdicts), LOSSLESS)
-
-
-def describe(check: dict[str, Any]) -> str:
-    """The numbers behind a verdict, for people."""
-    if check["check"] == "law":
-        if check["p_value"] is None:
-            return check["reason"]
-        text = f"{check['samples']} samples in {check['cells']} cells, "
-        text += f"chi-square {check['chi_square']:.1f}, p = {check['p_value']:.3g}"
-        return f"{text}; {check['reason']}" if check["reason"] else text
-    text = f"{check['texts']} texts, {check['num_accepted_tokens']} draft tokens accepted, "
-    text += f"{check['near_ties']} near ties"
-    text += f"; {check['reason']}" if check["reason"] else ""
-    for found in check["differences"]:
-        text += f"\n  prompt {found['id']}, seed {found['seed']}, new token {found['position']}: "
-        text += f"{found['expected']} -> {found['found']}, gap {found['gap']}"
-    return text
-
-
-# Token for token --------------------------------------------------------------------------------
-
-
-def check_tokens(
-    target: TargetModel,
-    proposer: Proposer,
-    prompts: Sequence[Prompt],
-    samplings: Sequence[SamplingParams],
-    rules: Sequence[str],
-    max_new_tokens: int,
-    name: str,
-) -> list[dict[str, Any]]:
-    """Decode every prompt plainly once per sampling and compare every rule with it."""
-    found: dict[str, list[dict[str, Any]]] = {rule: [] for rule in rules}
-    stats = {rule: AcceptanceStats() for rule in rules}
-    jobs = [(prompt, sampling) for prompt in prompts for sampling in samplings]
-    for prompt, sampling in tqdm(jobs, desc=name, unit="text", disable=None):
-        plain = reference_text(target, prompt.ids, max_new_tokens, sampling).tokens
-        for rule in rules:
-            result = speculative_generate(
-                target,
-                proposer,
-                [prompt.ids],
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                rule=rule,
-            )
-            stats[rule] = stats[rule].merge(result.stats)
-            tokens = result.sequences[0]
-            difference = explain_difference(target, prompt.ids, plain, tokens, sampling)
-            if difference is not None:
-                found[rule].append(_difference_record(prompt, sampling, difference))
-    records = []
-    for rule in rules:
-        verdict, reason = judge(found[rule], stats[rule].num_accepted_tokens)
-        records.append(
-            {
-                "check": name,
-                "rule": rule,
-                "verdict": verdict,
-                "reason": reason,
-                "texts": len(jobs),
-                "num_accepted_tokens": stats[rule].num_accepted_tokens,
-                "near_ties": sum(d["near_tie"] for d in found[rule]),
-                "differences": found[rule],
-            }
-        )
-    return records
-
-
-def judge(differences: Sequence[dict[str, Any]], num_accepted_tokens: int) -> tuple[str, str]:
-    """Verdict on texts that should be equal, and why it is not `lossless`; empty otherwise."""
-    if not all(difference["near_tie"] for difference in differences):
-        return NOT_LOSSLESS, "the output differs by more than rounding"
-    if num_accepted_tokens == 0:
-        return INCONCLUSIVE, (
-            "no draft token was ever accepted, so nothing that drafts could change was tried: take "
-            "more prompts, more new tokens or a head that is trained"
-        )
-    return LOSSLESS, ""
-
-
-def _difference_record(
-    prompt: Prompt, sampling: SamplingParams, difference: Difference
-) -> dict[str, Any]:
-    named = {"id": prompt.id, "seed": sampling.seed, "near_tie": difference.near_tie}
-    return {**named, **asdict(difference)}
-
-
-# In law -----------------------------------------------------------------------------------------
+def shallow(checks: Sequence[dict[str, Any]]) -> list[str]:
+    """The depths at which laws were hardly tried, as remarks."""
+    return [
+        f"rule `{check['rule']}` in law at depth {depth}: {number} rounds rejected drafts there"
+        for check in checks
+        if check["check"] == "law"
+        for depth, number in enumerate(check["rejected_at"], start=1)
+        if number < MIN_ROUNDS
+    ]
 
 
 def law_record(
@@ -249,11 +204,44 @@ def law_record(
     proposer: Proposer,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
-    samples: int,
+    rule: str,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The statistical check of `rejection`."""
-    report = check_law(target, proposer, prompts, sampling, samples, progress=True)
-    return {"check": "law", "rule": "rejection", **asdict(report)}
+    """The statistical check of one rule."""
+    report = check_law(
+        target, proposer, prompts, sampling, args.samples, rule, args.batch_size, progress=True
+    )
+    return {"check": "law", **asdict(report)}
+
+
+def describe(check: dict[str, Any]) -> str:
+    """The numbers behind a verdict, for people."""
+    text = describe_law(check) if check["check"] == "law" else describe_tokens(check)
+    return "; ".join(part for part in (text, check["reason"]) if part)
+
+
+def describe_law(check: dict[str, Any]) -> str:
+    """Of a law."""
+    tests = check["tests"]
+    if tests is None:
+        return ""
+    finds = min(tests["finds_chi_square"], tests["finds_total_variation"])
+    return (
+        f"{check['samples']} samples in {check['cells']} cells, "
+        f"chi-square {tests['chi_square']:.1f}, p = {check['p_value']:.3g}, "
+        f"finds a total variation of {finds:.2g}"
+    )
+
+
+def describe_tokens(check: dict[str, Any]) -> str:
+    """Of texts; every difference on a line of its own."""
+    text = f"{check['texts']} texts and {check['batched']} in batches, "
+    text += f"{check['num_accepted_tokens']} draft tokens accepted, "
+    text += f"{check['near_ties']} near ties"
+    for found in check["differences"]:
+        text += f"\n  prompt {found['id']}, seed {found['seed']}, new token {found['position']}: "
+        text += f"{found['expected']} -> {found['found']}, gap {found['gap']}"
+    return text
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ FOLDERS = {*MAY_IMPORT, "tests"}
 # Nothing but torch, the standard library and each other.
 PURE = {
     "drafters.vocab",
+    "inference.acceptance",
+    "inference.block",
+    "inference.lossy",
+    "inference.static_tree",
     "inference.stats",
     "inference.tree",
     "inference.verify",
@@ -37,7 +41,10 @@ PURE = {
     "training.masks",
 }
 # The one exception: verification draws with the keyed noise of sampling.
-PURE_MAY_ALSO_IMPORT = {"inference.verify": {"inference.sampling"}}
+PURE_MAY_ALSO_IMPORT = {
+    "inference.acceptance": {"inference.sampling"},
+    "inference.verify": {"inference.sampling"},
+}
 
 # The only files that know how transformers is built inside, so that its releases stay cheap.
 KNOW_TRANSFORMERS = {"drafters.target", "inference.attention", "inference.cache"}

@@ -2,17 +2,19 @@
 
 State of a round: committed tokens x_0..x_a. x_a was just emitted and has no target hidden state
 yet; target hidden states exist for positions < a. A proposer works from that state and nothing
-else.
+else; only self-speculation (``inference.proposers.layer_skip``) reaches for the target's cache.
 
-Legend: F·D captured features, D hidden.
+Legend: B sequences still running, N tree nodes, F·D captured features, D hidden.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from drafters import TargetModel
+from inference.cache import TreeCache
 from inference.sampling import SamplingParams
 from inference.timing import PhaseTimer
 from inference.tree import TokenTree
@@ -24,35 +26,82 @@ class RowState:
 
     Attributes:
         tokens: committed tokens x_0..x_a.
+        prompt_length: how many of them were given.
         features: (n, F·D) captured layers of the n positions a-n..a-1 committed since the last
             call; None if the proposer asked for no layers.
         hidden: (n, D) last hidden states of the same positions.
         max_depth: drafting deeper than this is wasted, the sequence ends there.
+        sampling: of this sequence; drafts follow its temperature and warpers.
     """
 
     tokens: list[int]
+    prompt_length: int
     features: Tensor | None
     hidden: Tensor
     max_depth: int
+    sampling: SamplingParams
 
 
-class Proposer(Protocol):
-    """Grows a tree for every unfinished sequence of a batch."""
+@dataclass
+class Session:
+    """One decoding call.
+
+    Attributes:
+        target: the model whose output it is.
+        cache: of the target. Sequences that have ended leave it.
+        batch_size: sequences at the start.
+        timer: network time of drafting is charged to its phase "draft".
+        rule: of acceptance.
+        live: the sequence behind each row of the cache.
+    """
+
+    target: TargetModel
+    cache: TreeCache
+    batch_size: int
+    timer: PhaseTimer
+    rule: str
+    live: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Work that drafting already did for the verifying forward.
+
+    Attributes:
+        first_layer: layers below it have run on every node of the trees, and the target's cache
+            holds their keys and values as pending rows, in node order.
+        entering: (B, N, D) residual stream entering that layer.
+    """
+
+    first_layer: int
+    entering: Tensor
+
+
+class Proposer(ABC):
+    """Grows a tree for every running sequence of a batch."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """``hidden_states`` indices of the target that ``RowState.features`` must hold."""
-        ...
+        return ()
 
-    def start(self, batch_size: int, timer: PhaseTimer) -> None:
-        """Forget everything and prepare for ``batch_size`` sequences;
+    @abstractmethod
+    def start(self, session: Session) -> None:
+        """Prepare for the sequences of one decoding call; forget those of the last."""
 
-        Network time is charged to "draft".
-        """
-        ...
-
-    def propose(
-        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
-    ) -> list[TokenTree | None]:
+    @abstractmethod
+    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """One tree for each sequence; None stands for a sequence that has ended."""
-        ...
+
+    def finish(self, row: int, tokens: list[int]) -> None:
+        """A sequence has ended: what is kept for it can go.
+
+        Args:
+            row: the sequence.
+            tokens: its whole text.
+        """
+        return None
+
+    def resume(self) -> Resume | None:
+        """What the verifying forward of the trees just proposed need not do again."""
+        return None

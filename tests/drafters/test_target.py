@@ -28,6 +28,7 @@ from transformers import (
 
 from drafters import TargetModel
 from tests.tiny import CHATML, save_tiny_target, tiny_target, tiny_tokenizer
+from tests.zoo import ZOO, zoo_target
 
 IDS = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
 SHAPE: dict[str, Any] = {
@@ -142,6 +143,33 @@ def test_embeddings_are_what_the_first_layer_gets(model: PreTrainedModel) -> Non
     """Heads are fed ``embed``; a scale the model applies belongs to it."""
     target = TargetModel(model)
     assert torch.equal(target.embed(IDS), target.forward(IDS, feature_layers=[0]).features)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_architecture(name: str) -> None:
+    """Embeddings, captured streams and logits are the model's own; layers are found by shape."""
+    target = zoo_target(name)
+    seen: list[Tensor] = []
+    hooks = [target.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))]
+    streams: dict[int, Tensor] = {}
+    for index, layer in enumerate(target.decoder_layers()):
+
+        def record(module: nn.Module, args: tuple, out: Any, index: int = index) -> None:
+            streams[index + 1] = out[0] if isinstance(out, tuple) else out
+
+        hooks.append(layer.register_forward_hook(record))
+    out = target.forward(IDS, feature_layers=[0, 1, 3])
+    for hook in hooks:
+        hook.remove()
+    if name != "gpt2":  # which adds embeddings of positions
+        assert torch.equal(out.features[..., : target.hidden_size], target.embed(IDS))
+    assert torch.equal(
+        out.features[..., target.hidden_size :], torch.cat((streams[1], streams[3]), -1)
+    )
+    assert torch.equal(out.last_hidden, seen[0])
+    assert (target.project(out.last_hidden) - out.logits).abs().max() < 1e-12
+    with torch.no_grad():
+        assert torch.equal(out.logits, target.model(IDS).logits)
 
 
 @pytest.mark.parametrize("kept", [1, 3, torch.tensor([2, 5])])
@@ -304,6 +332,24 @@ def test_loaded_from_a_folder(tmp_path: Path) -> None:
     assert torch.equal(target.forward(IDS).logits, wanted.forward(IDS).logits)
     assert target.tokenizer.chat_template == CHATML
     assert target.shape_fields()["target_name"] == "tiny", "no machine's path is recorded"
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen"), [(llama, "sdpa"), (gemma2, "eager")], ids=["llama", "gemma2"]
+)
+def test_transformers_chooses_the_attention(
+    tmp_path: Path, model: Callable[[], PreTrainedModel], chosen: str
+) -> None:
+    """sdpa cannot cap the scores of Gemma 2."""
+    model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    target = TargetModel.load(str(tmp_path), torch.float64)
+    assert target.model.config._attn_implementation == chosen
+    wanted = TargetModel(model()).forward(IDS).logits
+    assert (target.forward(IDS).logits - wanted).abs().max() < 1e-5
+    if chosen == "eager":
+        with pytest.raises(ValueError, match=r"cannot load.*scaled_dot_product_attention"):
+            TargetModel.load(str(tmp_path), attn_implementation="sdpa")
 
 
 def no_folder(folder: Path) -> None:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
-from inference.attention import as_additive, mask_for, tree_attention_mask
+import inference.cache
+from inference.attention import as_additive, mask_for, tree_attention_mask, tree_masks
+from inference.cache import TreeCache
 
 CHAIN = torch.ones(2, 2).tril().bool()
 FORK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
@@ -78,3 +81,141 @@ def test_masks_that_do_not_fit_are_refused() -> None:
         tree_attention_mask([1], [FORK], columns=3)
     with pytest.raises(ValueError, match="2 masks"):
         tree_attention_mask([1], [FORK, FORK], columns=4)
+
+
+# Windows and pending rows; tests/inference/test_targets.py has the models -------------------------
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def filled(config: PreTrainedConfig, lengths: list[int], pending: int = 0) -> TreeCache:
+    """A cache with so many committed tokens and pending rows."""
+    cache = TreeCache(config, len(lengths))
+    count = max(lengths)
+    for rows in filter(None, (count, pending)):
+        states = torch.zeros(len(lengths), 1, rows, 1)
+        for layer in range(len(cache.layers)):
+            cache.update(states, states, layer)
+        if rows is count and cache.lengths == [0] * len(lengths):
+            cache.commit([range(length) for length in lengths])
+    return cache
+
+
+def sdpa(kind: type[PreTrainedConfig], **options: object) -> PreTrainedConfig:
+    return kind(num_hidden_layers=2, attn_implementation="sdpa", **options)
+
+
+def masks_of(cache: TreeCache, config: PreTrainedConfig, *matrices: Tensor) -> Tensor | dict:
+    """Masks of trees with nothing pending."""
+    depths = [matrix.sum(1) - 1 for matrix in matrices]
+    return tree_masks(cache, matrices, depths, config, torch.float32)
+
+
+def test_full_attention_gets_one_mask() -> None:
+    config = sdpa(LlamaConfig)
+    mask = masks_of(filled(config, [1, 3]), config, CHAIN, FORK)
+    assert torch.equal(mask, tree_attention_mask([1, 3], [CHAIN, FORK], columns=6))
+
+
+def test_a_window_reaches_back_along_the_path() -> None:
+    """Window 3 over 3 tokens: siblings at one depth see equally far, a child one token less."""
+    config = sdpa(MistralConfig, sliding_window=3)
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    mask = masks_of(filled(config, [3]), config, tree)
+    assert mask[0, 0].tolist() == drawn(
+        """
+        . 1 1 1 . . .
+        . . 1 1 1 . .
+        . . 1 1 . 1 .
+        . . . 1 . 1 1
+        """
+    )
+
+
+def test_a_window_of_one_sees_itself_alone() -> None:
+    config = sdpa(MistralConfig, sliding_window=1)
+    mask = masks_of(filled(config, [2]), config, FORK)
+    assert torch.equal(mask[0, 0], torch.eye(5).bool()[2:])
+
+
+def test_a_window_in_a_ragged_batch_with_padding() -> None:
+    config = sdpa(MistralConfig, sliding_window=2)
+    mask = masks_of(filled(config, [1, 3]), config, CHAIN, FORK)
+    assert mask[0, 0].tolist() == drawn(
+        """
+        1 1 . . . .
+        . 1 1 . . .
+        . . . 1 . .
+        """
+    )
+    assert mask[1, 0].tolist() == drawn(
+        """
+        . . 1 1 . .
+        . . . 1 1 .
+        . . . 1 . 1
+        """
+    )
+
+
+def test_columns_that_were_cut_off_have_no_place_in_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window keeps two tokens of five and of three; column 0 differs between sequences."""
+    monkeypatch.setattr(inference.cache, "BLOCK", 1)
+    config = sdpa(MistralConfig, sliding_window=3)
+    cache = filled(config, [5, 3])
+    assert cache.layers[0].offsets == [3, 1]
+    mask = masks_of(cache, config, CHAIN, CHAIN)
+    for row in range(2):
+        assert mask[row, 0].tolist() == drawn(
+            """
+            1 1 1 .
+            . 1 1 1
+            """
+        )
+
+
+def test_mixed_layers_get_a_mask_each() -> None:
+    config = sdpa(Gemma2Config, sliding_window=2, layer_types=[SLIDING, FULL])
+    masks = masks_of(filled(config, [3]), config, FORK)
+    assert isinstance(masks, dict) and set(masks) == {SLIDING, FULL}
+    assert torch.equal(masks[FULL], tree_attention_mask([3], [FORK], columns=6))
+    assert masks[SLIDING].sum() == 6 and masks[FULL].sum() == 9 + 5
+
+
+def test_rows_behind_pending_ones() -> None:
+    """The root and two children pend; a child of the second child joins, in a window of 3, and a
+    second sequence adds nothing: its row is padding.
+    """
+    config = sdpa(Gemma2Config, sliding_window=3, layer_types=[SLIDING, FULL])
+    cache = filled(config, [2, 1], pending=3)
+    seen = [torch.tensor([[1, 0, 1, 1]]).bool(), torch.zeros(0, 3).bool()]
+    depths = [torch.tensor([0, 1, 1, 2]), torch.tensor([0, 0, 0])]
+    masks = tree_masks(cache, seen, depths, config, torch.float32)
+    assert masks[FULL][0, 0].tolist() == drawn("1 1 1 . 1 1")
+    assert masks[SLIDING][0, 0].tolist() == drawn(". . 1 . 1 1")
+    for mask in masks.values():
+        assert mask[1, 0].tolist() == drawn(". . . . 1 .")
+
+
+def test_pending_rows_are_those_of_the_first_layer_that_runs() -> None:
+    config = sdpa(LlamaConfig)
+    cache = filled(config, [2], pending=3)
+    cache.revert(first_layer=1)
+    depths = [FORK.sum(1) - 1]
+    mask = tree_masks(cache, [FORK], depths, config, torch.float32, first_layer=1)
+    assert mask.shape[-1] == 5
+    with pytest.raises(ValueError, match="3 pending ones need"):
+        tree_masks(cache, [FORK], depths, config, torch.float32)
+
+
+def test_masks_come_in_the_form_of_the_implementation() -> None:
+    config = LlamaConfig(num_hidden_layers=2, attn_implementation="eager")
+    cache = filled(config, [2])
+    mask = tree_masks(cache, [FORK], [FORK.sum(1) - 1], config, torch.bfloat16)
+    assert mask.dtype == torch.bfloat16
+    assert torch.equal(mask == 0, tree_attention_mask([2], [FORK], columns=5))
+
+
+def test_sequences_that_do_not_fit_are_refused() -> None:
+    config = sdpa(LlamaConfig)
+    with pytest.raises(ValueError, match="1 ancestor masks and 1 depths for 2 sequences"):
+        masks_of(filled(config, [2, 2]), config, FORK)

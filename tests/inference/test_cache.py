@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3NextConfig
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3NextConfig
 
-from inference.attention import mask_for, tree_attention_mask
+import inference.cache
+from inference.attention import tree_masks
 from inference.cache import BLOCK, TreeCache
 from inference.tree import Proposal, TokenTree
 
@@ -53,8 +54,8 @@ def run_trees(model: LlamaForCausalLM, cache: TreeCache, trees: Sequence[TokenTr
         tokens[row, : tree.num_nodes] = tree.tokens
         positions[row, : tree.num_nodes] = cache.lengths[row] + tree.depths
     masks = [tree.ancestor_mask() for tree in trees]
-    mask = tree_attention_mask(cache.lengths, masks, cache.columns(num_rows))
-    mask = mask_for(model.config, mask, torch.float64)
+    depths = [tree.depths for tree in trees]
+    mask = tree_masks(cache, masks, depths, model.config, torch.float64)
     return model(tokens, attention_mask=mask, position_ids=positions, cache=cache).logits
 
 
@@ -222,19 +223,172 @@ def test_a_chain_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.lengths == [6, 3]
 
 
-def test_append_over_a_pending_one_is_an_error() -> None:
+def test_several_appends_are_numbered_in_their_order() -> None:
+    cache = filled_cache(3)
+    more = torch.arange(3.0, 6.0).reshape(1, 1, -1, 1).repeat(2, 1, 1, 1)
+    keys, values = cache.update(more, more + 100, 0)
+    assert keys[0, 0, :, 0].tolist() == [-1, -1, 0, 1, 2, 3, 4, 5]
+    assert values[1, 0, :7, 0].tolist() == [-1, 100, 101, 102, 103, 104, 105]
+    assert cache.layers[0].pending == 6
+    cache.commit([[0, 2, 3, 5], [1, 4]])
+    layer = cache.layers[0]
+    assert layer.keys is not None
+    assert layer.keys[0, 0, : cache.lengths[0], 0].tolist() == [-1, -1, 0, 2, 3, 5]
+    assert layer.keys[1, 0, : cache.lengths[1], 0].tolist() == [-1, 1, 4]
+    assert layer.pending == 0
+
+
+def test_revert_of_the_upper_layers_keeps_the_lower_ones() -> None:
+    """As in layer skipping, where the lower layers have drafted and a whole forward failed."""
+    cache = TreeCache(LlamaConfig(num_hidden_layers=3))
+    rows = torch.ones(1, 1, 4, 1)
+    for layer, count in [(0, 4), (1, 4), (2, 2)]:
+        cache.update(rows[:, :, :count], rows[:, :, :count], layer)
+    with pytest.raises(RuntimeError, match="same in every layer"):
+        cache.commit([[0]])
+    cache.revert(first_layer=2)
+    assert [layer.pending for layer in cache.layers] == [4, 4, 0]
+    cache.update(rows, rows, 2)
+    cache.commit([[0, 3]])
+    assert cache.lengths == [2]
+
+
+# Sequences that leave -----------------------------------------------------------------------------
+
+
+def test_select_keeps_sequences_and_their_pending_rows() -> None:
     cache = filled_cache(4)
-    more = torch.zeros(2, 1, 3, 1)
-    with pytest.raises(RuntimeError, match="4 rows are still pending"):
-        cache.update(more, more, 0)
+    cache.select([1])
+    assert cache.lengths == [1]
+    assert cache.layers[0].batch_size == 1
+    cache.commit([[1, 3]])
+    layer = cache.layers[0]
+    assert layer.keys is not None and len(layer.keys) == 1
+    assert layer.keys[0, 0, :3, 0].tolist() == [-1, 1, 3]
+
+
+def test_select_in_another_order(model: LlamaForCausalLM) -> None:
+    cache = TreeCache(model.config, batch_size=3)
+    texts = [random_tokens(count, seed=30 + count) for count in (4, 9, 2)]
+    prefill(model, cache, texts)
+    cache.select([2, 0])
+    assert cache.lengths == [2, 4]
+    trees = [random_tree(FORK, 33), random_tree(BUSH, 34)]
+    logits = run_trees(model, cache, trees)
+    for row, kept in enumerate([2, 0]):
+        assert_tree_matches(model, texts[kept], trees[row], logits[row])
+
+
+def test_select_of_everything_copies_nothing() -> None:
+    cache = filled_cache(2)
+    before = cache.layers[0].keys
+    cache.select([0, 1])
+    assert cache.layers[0].keys is before
+
+
+@pytest.mark.parametrize("rows", [[], [2], [-1], [0, 5]])
+def test_sequences_that_are_not_there_are_refused(rows: list[int]) -> None:
+    cache = filled_cache(2)
+    with pytest.raises(ValueError, match="of a batch of 2"):
+        cache.select(rows)
+    assert cache.lengths == [2, 1]
+
+
+# Windows; tests/inference/test_targets.py has the models ------------------------------------------
+
+WINDOW = 8
+
+
+def windowed_cache(batch_size: int, capacity: int = 10_000) -> TreeCache:
+    """A sliding and a full layer."""
+    config = Gemma2Config(
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    cache = TreeCache(config, batch_size, capacity)
+    assert [layer.window for layer in cache.layers] == [WINDOW, None]
+    return cache
+
+
+def numbered(cache: TreeCache, count: int) -> Tensor:
+    """Rows whose value is their position, as in a chain; (B, 1, N, 1)."""
+    starts = torch.tensor(cache.lengths)[:, None]
+    return (starts + torch.arange(count)).float()[:, None, :, None]
+
+
+def decode_numbers(cache: TreeCache, rounds: int, accepted: Sequence[int]) -> set[int]:
+    """Rounds in which sequence b accepts accepted[b] of 5 rows. Returns the capacities that the
+    sliding layer had.
+    """
+    capacities = set()
+    for _ in range(rounds):
+        for layer in range(2):
+            rows = numbered(cache, 5)
+            cache.update(rows, -rows, layer)
+        capacities.add(cache.layers[0].capacity)
+        cache.commit([range(count) for count in accepted])
+    return capacities
+
+
+@pytest.mark.parametrize("block", [1, 4, BLOCK])
+def test_a_window_keeps_what_it_can_still_see(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Whatever is cut off, the last window - 1 tokens are in their columns, at every length."""
+    monkeypatch.setattr(inference.cache, "BLOCK", block)
+    cache = windowed_cache(batch_size=2)
+    for _ in range(2 * BLOCK):
+        decode_numbers(cache, 1, accepted=[1, 3])
+        for layer in cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            for row, length in enumerate(cache.lengths):
+                first = max(0, length - WINDOW + 1) if layer.window else 0
+                kept = layer.keys[row, 0, first - layer.offsets[row] : layer.starts[row], 0]
+                assert kept.tolist() == list(range(first, length))
+                assert layer.values[row, 0, layer.starts[row] - 1, 0] == 1 - length
+    dead = [
+        n - WINDOW + 1 - offset
+        for n, offset in zip(cache.lengths, cache.layers[0].offsets, strict=True)
+    ]
+    assert all(0 <= columns < block for columns in dead)
+    assert cache.layers[1].offsets == [0, 0]
+
+
+def test_memory_of_a_window_does_not_grow_with_the_text() -> None:
+    cache = windowed_cache(batch_size=2)
+    capacities = decode_numbers(cache, rounds=1000, accepted=[5, 1])
+    assert cache.lengths == [5000, 1000]
+    sliding, full = cache.layers
+    assert max(capacities) == WINDOW + 2 * BLOCK, "one sequence runs away, the buffer does not"
+    assert sliding.keys is not None and sliding.keys.shape[2] == WINDOW + 2 * BLOCK
+    assert full.keys is not None and full.keys.shape[2] == 10_000
+
+
+def test_memory_of_a_long_prompt_is_given_back() -> None:
+    cache = windowed_cache(batch_size=1)
+    for layer in range(2):
+        cache.update(numbered(cache, 3000), numbered(cache, 3000), layer)
+    assert cache.layers[0].capacity >= 3000
+    cache.commit([range(3000)])
+    sliding = cache.layers[0]
+    assert sliding.keys is not None and sliding.keys.shape[2] == WINDOW + 2 * BLOCK
+    assert sliding.keys.untyped_storage().nbytes() == 4 * sliding.keys.numel()
+    assert sliding.offsets == [3000 - WINDOW + 1]
+
+
+def test_unequal_lengths_need_a_mask() -> None:
+    cache = filled_cache(2)
     cache.revert()
-    cache.update(more, more, 0)
+    with pytest.raises(RuntimeError, match="tree_masks"):
+        cache.get_mask_sizes(1, 0)
+
+
+# What is refused ----------------------------------------------------------------------------------
 
 
 def test_commit_without_an_append_is_an_error() -> None:
     cache = filled_cache(4)
     cache.commit([[0], [0]])
-    with pytest.raises(RuntimeError, match="pending append in every layer"):
+    with pytest.raises(RuntimeError, match="pending append, the same in every layer"):
         cache.commit([[0], [0]])
 
 
@@ -265,9 +419,25 @@ def test_another_batch_size_is_refused() -> None:
 
 
 def test_layers_that_cannot_be_rolled_back_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="layer 0 of 'mistral' is 'sliding_attention'"):
-        TreeCache(MistralConfig(sliding_window=8))
-    with pytest.raises(ValueError, match="layer 0 of 'qwen3_next' is 'linear_attention'"):
+    """More architectures in tests/inference/test_targets.py."""
+    with pytest.raises(ValueError, match=r"layer 0 of 'qwen3_next' is 'linear_attention'.*state"):
         TreeCache(Qwen3NextConfig(num_hidden_layers=4))
+    later = LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "conv"])
+    with pytest.raises(ValueError, match="layer 1 of 'llama' is 'conv'"):
+        TreeCache(later)
     with pytest.raises(ValueError, match="batch_size"):
         TreeCache(LlamaConfig(), batch_size=0)
+
+
+def test_windows_of_several_sizes_are_refused() -> None:
+    layers = {1: {"sliding_window": 4}}
+    config = MistralConfig(num_hidden_layers=2, sliding_window=8, per_layer_config=layers)
+    with pytest.raises(
+        ValueError, match=r"'mistral' has sliding windows of several sizes \[4, 8\]"
+    ):
+        TreeCache(config)
+
+
+def test_layers_by_kind() -> None:
+    assert set(TreeCache(MistralConfig(sliding_window=8)).layer_types) == {"sliding_attention"}
+    assert set(TreeCache(MistralConfig(sliding_window=None)).layer_types) == {"full_attention"}

@@ -8,14 +8,21 @@ import torch
 
 from drafters import TargetModel
 from inference.compare import (
-    EDGE,
-    NEAR_TIE,
-    _kept,
     clean_generation_config,
     explain_difference,
     reference_text,
 )
-from inference.sampling import SamplingParams, gumbel, keep_top_k, keep_top_p, probabilities
+from inference.doubt import EDGE, NEAR_TIE
+from inference.processors import Sampler
+from inference.sampling import SamplingParams, gumbel, probabilities
+from tests.grammar import (
+    DIGITS,
+    MARKER,
+    GrammarMatcher,
+    GrammarProcessor,
+    complete,
+    valid_prefix,
+)
 from tests.tiny import tiny_target
 
 GREEDY = SamplingParams()
@@ -154,30 +161,6 @@ def test_at_the_edge_the_better_token_must_still_win() -> None:
     assert found is not None and found.gap is not None and found.gap > 0.1
 
 
-@pytest.mark.parametrize(
-    "options", [{"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.05}, {"top_k": 12, "top_p": 0.6}]
-)
-def test_in_doubt_is_what_rounding_can_change(options: dict[str, Any]) -> None:
-    """Logits wrong by up to NEAR_TIE / 2 keep all beyond doubt, and nothing that is ruled out."""
-    params = SamplingParams(1.0, **options)
-    generator = torch.Generator().manual_seed(0)
-    undecided = 0
-    for _ in range(300):
-        logits = torch.randn(40, generator=generator, dtype=torch.float64)
-        logits = (8 * logits).round() / 4  # many exact ties
-        wrong = logits + NEAR_TIE * (torch.rand(40, generator=generator).double() - 0.5)
-        log_probs = logits.log_softmax(-1)
-        surely, maybe = (_kept(log_probs, params, doubtful=flag) for flag in (False, True))
-        kept = probabilities(wrong, params) > 0
-        assert bool((surely <= kept).all()) and bool((kept <= maybe).all())
-        undecided += int((surely != maybe).sum())
-    assert 0 < undecided < 300 * 40 / 5
-    exact = torch.randn(40, generator=generator, dtype=torch.float64)  # no ties: both agree
-    law = keep_top_p(keep_top_k(exact, params.top_k or 40), params.top_p or 1.0) > -torch.inf
-    for flag in (False, True):
-        assert torch.equal(_kept(exact.log_softmax(-1), params, doubtful=flag), law)
-
-
 def test_broken_logits_explain_nothing() -> None:
     target = tiny_target()
     with torch.no_grad():
@@ -185,6 +168,101 @@ def test_broken_logits_explain_nothing() -> None:
     for sampling in (GREEDY, SamplingParams(1.0), SamplingParams(1.0, top_p=0.5)):
         found = explain_difference(target, PROMPT, [3], [4], sampling)
         assert found is not None and found.gap is None and not found.near_tie
+
+
+# Processors and the other warpers
+
+
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.6},
+    {"presence_penalty": 2.5, "frequency_penalty": 1.25},
+    {"no_repeat_ngram_size": 1},
+    {"bad_words_ids": ((30,), (11, 31))},
+    {"logit_bias": ((31, 3.5), (30, -1.0))},
+    {"suppress_tokens": (30, 40)},
+    {"forced_tokens": ((1, 31),)},
+    {"begin_suppress_tokens": (5,), "min_new_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("fields", PROCESSORS)
+def test_differences_are_judged_behind_the_processors(
+    fields: dict[str, Any], temperature: float
+) -> None:
+    """The best token there has gap 0 and the second that of the perturbed, processed scores."""
+    target, params = tiny_target(), SamplingParams(temperature, seed=3, **fields)
+    common = [11, 12]
+    text = [*PROMPT, *common]
+    sampler = Sampler(params, len(PROMPT), target.eos_token_ids, "cpu")
+    scores = sampler.scores(logits_after(target, text), text)
+    if temperature:
+        scores = scores.log_softmax(-1) + gumbel(3, len(text), 96)
+    best, second = scores.topk(2).indices.tolist()
+    found = explain_difference(target, PROMPT, [*common, best], [*common, second], params)
+    assert found is not None and found.position == 2
+    assert found.gap == pytest.approx(float(scores[best] - scores[second]), rel=1e-9)
+    if bool((banned := scores == -torch.inf).any()):
+        wrong = int(banned.nonzero()[0])
+        found = explain_difference(target, PROMPT, [*common, best], [*common, wrong], params)
+        assert found is not None and found.gap is None and not found.near_tie
+
+
+def test_a_near_tie_of_the_logits_is_none_behind_a_bias() -> None:
+    target, best, second = tied_target(NEAR_TIE / 10)
+    for bias, near in ((0.0, True), (1.0, False)):
+        params = SamplingParams(logit_bias=((best, bias),))
+        found = explain_difference(target, PROMPT, [best], [second], params)
+        assert found is not None and found.near_tie is near
+    level = SamplingParams(logit_bias=((50, 0.0), (second, -NEAR_TIE / 20)))
+    found = explain_difference(target, PROMPT, [best], [second], level)
+    assert found is not None and found.gap == pytest.approx(1.5 * NEAR_TIE / 10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("distance", "near"),
+    [(EDGE / 10, True), (-EDGE / 10, True), (EDGE * 10, False), (-EDGE * 10, False)],
+)
+@pytest.mark.parametrize("kind", ["min_p", "typical_p"])
+def test_a_token_at_the_edge_of_min_p_or_typical_p_is_a_near_tie(
+    kind: str, distance: float, near: bool
+) -> None:
+    """Token 2 is kept by one run and dropped by the other, as at the edge of the nucleus."""
+    law = [0.5, 0.3, 0.15, 0.05]
+    # Surprises 0.69 1.20 1.90 3.00, entropy 1.14: from the most typical on, tokens 1, 0, 2, 3.
+    option = {"min_p": 0.3 - distance, "typical_p": 0.8 + distance}[kind]
+    sampling = SamplingParams(1.0, **{kind: option}, seed=seed_with([2, 0], law))
+    target = target_with_law(law)
+    kept = float(probabilities(logits_after(target, PROMPT), sampling)[2]) > 0
+    assert kept is (distance > 0)
+    for pair in ([2], [0]), ([0], [2]):
+        found = explain_difference(target, PROMPT, *pair, sampling)
+        assert found is not None and found.near_tie is near
+        assert (found.gap is None) is (not near and not kept)
+
+
+def test_eos_that_is_not_due_yet_explains_nothing() -> None:
+    target = tiny_target()
+    params = SamplingParams(min_new_tokens=2)
+    (eos,) = target.eos_token_ids
+    found = explain_difference(target, PROMPT, [4], [eos], params)
+    assert found is not None and found.gap is None
+    found = explain_difference(target, PROMPT, [4], [eos], params, eos_token_ids=[9])
+    assert found is not None and found.gap is not None
+
+
+@pytest.mark.parametrize("build", [GrammarMatcher, GrammarProcessor])
+def test_constrained_texts_are_compared_along_the_grammar(build: Any) -> None:
+    """The matcher is called from the prompt on, and the given one stays unused."""
+    target, prompt = tiny_target(), [*PROMPT, MARKER]
+    params = SamplingParams(processors=(build(),))
+    text = reference_text(target, prompt, 30, params).tokens
+    assert complete(text)
+    for place, token in enumerate(text):
+        (other, *_) = [one for one in DIGITS if one != token]
+        found = explain_difference(target, prompt, text, [*text[:place], other], params)
+        assert found is not None and found.position == place and not found.near_tie
+        assert (found.gap is None) is (not valid_prefix([*text[:place], other]))
 
 
 # References
@@ -197,6 +275,28 @@ def test_both_references_decode_the_same_text_and_time_it() -> None:
     )
     assert plain.tokens == theirs.tokens and len(plain.tokens) == 12
     assert min(plain.prefill, plain.decoding, theirs.prefill, theirs.decoding) > 0
+
+
+@pytest.mark.parametrize("fields", PROCESSORS)
+def test_generate_is_asked_for_the_same_processors(fields: dict[str, Any]) -> None:
+    target = tiny_target(torch.float32)
+    free = reference_text(target, PROMPT, 12, GREEDY).tokens
+    forbid = SamplingParams(**{**fields, "begin_suppress_tokens": (free[0],)})
+    plain, theirs = (
+        reference_text(target, PROMPT, 12, forbid, kind).tokens for kind in ("plain", "generate")
+    )
+    assert plain == theirs != free
+
+
+@pytest.mark.parametrize("build", [GrammarMatcher, GrammarProcessor])
+def test_both_references_obey_a_grammar_and_do_not_use_it_up(build: Any) -> None:
+    target, prompt = tiny_target(torch.float32), [*PROMPT, MARKER]
+    params = SamplingParams(processors=(build(),), frequency_penalty=0.5)
+    texts = [
+        reference_text(target, prompt, 30, params, kind).tokens
+        for kind in ("plain", "generate", "plain")
+    ]
+    assert texts[0] == texts[1] == texts[2] and complete(texts[0])
 
 
 def test_generate_is_asked_for_plain_greedy_decoding() -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-import inference.generate as generate_module
+import inference.decoding as decoding_module
+import inference.generate as generate
 from drafters import TargetModel
 from inference.evaluation import Prompt, Report, measure
 from inference.generate import plain_generate
-from inference.proposers import Proposer, build_proposer
+from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.verify import Verdict, verify
 from tests.scripts.heads import tiny_head
@@ -30,7 +31,7 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def proposer(target: TargetModel) -> Proposer:
-    return build_proposer(tiny_head(target), size=8, depth=3, top_k=3)
+    return build_proposer(tiny_head(target), TreeOptions(8, 3, 3))
 
 
 def run(target: TargetModel, proposer: Proposer, **options: Any) -> Report:
@@ -40,6 +41,7 @@ def run(target: TargetModel, proposer: Proposer, **options: Any) -> Report:
 def wrong_verify(*args: Any, **kwargs: Any) -> Verdict:
     """The rule, but the token it emits is off by one."""
     verdict = verify(*args, **kwargs)
+    assert verdict.next_token is not None
     return Verdict(verdict.path, (verdict.next_token + 1) % 96)
 
 
@@ -48,7 +50,7 @@ def wrong_verify(*args: Any, **kwargs: Any) -> Verdict:
 def test_an_untrained_head_leaves_greedy_output_identical(
     target: TargetModel, family: str, compare: str
 ) -> None:
-    proposer = build_proposer(tiny_head(target, family), size=8, depth=3, top_k=3)
+    proposer = build_proposer(tiny_head(target, family), TreeOptions(8, 3, 3))
     report = run(target, proposer, compare=compare)
     assert report.identical is True
     result = report.to_dict()
@@ -81,7 +83,7 @@ def test_a_wrong_verifier_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
     sampling: SamplingParams,
 ) -> None:
-    monkeypatch.setattr(generate_module, "verify", wrong_verify)
+    monkeypatch.setattr(decoding_module, "verify", wrong_verify)
     report = run(target, proposer, sampling=sampling)
     assert report.identical is False
     result = report.to_dict()
@@ -134,7 +136,7 @@ def test_batches_hold_one_category_and_give_the_same_texts(
 ) -> None:
     alone = run(target, proposer)
     sizes = []
-    decode = generate_module.speculative_generate
+    decode = generate.speculative_generate
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         sizes.append(len(args[2]))

@@ -7,17 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MambaConfig
 
-import inference.generate as generate_module
+import inference.decoding as decoding_module
 from drafters import Drafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import Generation, Round, plain_generate, speculative_generate
-from inference.proposers import Eagle3Proposer, MedusaProposer, Proposer, RowState, build_proposer
-from inference.proposers.heads import proposal_kind
+from inference.proposers import (
+    Eagle3Proposer,
+    MedusaProposer,
+    Proposer,
+    RowState,
+    Session,
+    TreeOptions,
+    build_proposer,
+)
 from inference.sampling import SamplingParams
-from inference.timing import PhaseTimer
-from inference.tree import Proposal, TokenTree, static_tree
+from inference.stopping import Stop
+from inference.static_tree import static_tree
+from inference.tree import TokenTree
+from tests.oracle import NoisyOracle
 from tests.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20] * 11]
@@ -36,68 +45,16 @@ def make_head(target: TargetModel, family: str, **options: object) -> Drafter:
 
 
 PROPOSERS = {
-    "eagle3 chain": lambda t: Eagle3Proposer(make_head(t, "eagle3"), size=6, depth=4, top_k=1),
-    "eagle3 tree": lambda t: Eagle3Proposer(make_head(t, "eagle3"), size=14, depth=4, top_k=4),
+    "eagle3 chain": lambda t: Eagle3Proposer(make_head(t, "eagle3"), TreeOptions(6, 4, 1)),
+    "eagle3 tree": lambda t: Eagle3Proposer(make_head(t, "eagle3"), TreeOptions(14, 4, 4)),
     "eagle3 reduced": lambda t: Eagle3Proposer(
-        make_head(t, "eagle3", draft_vocab_size=40), size=14, depth=3, top_k=3
+        make_head(t, "eagle3", draft_vocab_size=40), TreeOptions(14, 3, 3)
     ),
     "medusa": lambda t: MedusaProposer(make_head(t, "medusa", num_heads=3), size=12),
     "medusa shape": lambda t: MedusaProposer(
         make_head(t, "medusa", num_heads=3), static_tree([(0,), (1,), (1, 0)])
     ),
 }
-
-
-class NoisyOracle:
-    """Drafts the true continuation among wrong tokens, off its path and on it.
-
-    Every level of a tree has a wrong sibling before or after the true token, with a wrong child
-    of its own; at some positions the true token is missing, so that rounds end at all depths.
-
-    Args:
-        texts: per row of the batch its prompt and true continuation.
-        depth: longest path.
-        wrong: whether there are wrong tokens at all; without, the drafts are the true chain.
-    """
-
-    feature_layers = ()
-
-    def __init__(self, texts: Sequence[list[int]], depth: int = 4, wrong: bool = True) -> None:
-        self.texts, self.depth, self.wrong = texts, depth, wrong
-
-    def start(self, batch_size: int, timer: PhaseTimer) -> None:
-        assert batch_size == len(self.texts)
-
-    def propose(
-        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
-    ) -> list[TokenTree | None]:
-        kind = proposal_kind(rule, sampling)
-        assert kind is not Proposal.DENSE, "an oracle does not draw from a law"
-        rows = zip(self.texts, states, strict=True)
-        return [None if state is None else self.grow(text, state, kind) for text, state in rows]
-
-    def grow(self, text: list[int], state: RowState, kind: Proposal) -> TokenTree:
-        place = len(state.tokens)
-        truth = text[place : place + min(self.depth, state.max_depth)]
-        if not self.wrong:
-            return TokenTree.chain(torch.tensor([state.tokens[-1], *truth]), kind)
-        tokens, parents, node = [state.tokens[-1]], [-1], 0
-        for position, token in enumerate(truth, start=place):
-            children = [(token + 7) % 96, token]
-            if position % 11 in (0, 1, 3, 6):
-                children[1] = (token + 11) % 96  # the end of what can be accepted
-            if position % 3 == 0:
-                children.reverse()
-            first = len(tokens)
-            tokens += children
-            parents += [node, node]
-            if position + 1 < place + len(truth):
-                tokens.append((token + 13) % 96)  # below the wrong sibling
-                parents.append(first + children.index((token + 7) % 96))
-            if token not in children:
-                break
-            node = first + children.index(token)
-        return TokenTree(torch.tensor(tokens), torch.tensor(parents), kind)
 
 
 GREEDY = SamplingParams()
@@ -124,7 +81,7 @@ def decode_with_oracle(
         max_new_tokens=NEW,
         sampling=sampling,
         rule=rule,
-        eos_token_ids=(),
+        stop=Stop(token_ids=()),
         on_round=rounds.append,
     )
     return result, rounds
@@ -133,7 +90,7 @@ def decode_with_oracle(
 @functools.cache
 def true_texts(target: TargetModel, sampling: SamplingParams) -> list[list[int]]:
     plain = plain_generate(
-        target, PROMPTS, max_new_tokens=NEW, sampling=sampling, eos_token_ids=()
+        target, PROMPTS, max_new_tokens=NEW, sampling=sampling, stop=Stop(token_ids=())
     ).sequences
     return [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
 
@@ -161,25 +118,24 @@ class Recorder(NoisyOracle):
 
     feature_layers = (1, 4)
 
-    def start(self, batch_size: int, timer: PhaseTimer) -> None:
-        self.seen: list[list[RowState]] = [[] for _ in range(batch_size)]
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.seen: list[list[RowState]] = [[] for _ in range(session.batch_size)]
 
-    def propose(
-        self, states: Sequence[RowState | None], sampling: SamplingParams, rule: str
-    ) -> list[TokenTree | None]:
+    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         for row, state in enumerate(states):
             if state is not None:
                 self.seen[row].append(replace(state))
                 known = sum(len(seen.hidden) for seen in self.seen[row])
                 assert known == len(state.tokens) - 1, "all but the last token, which is new"
-        return super().propose(states, sampling, rule)
+        return super().propose(states)
 
 
 def test_proposers_are_given_the_states_of_what_was_committed(target: TargetModel) -> None:
     """Each position once and in order, whatever branches were tried in between."""
     texts = true_texts(target, GREEDY)
     recorder = Recorder(texts)
-    speculative_generate(target, recorder, PROMPTS, max_new_tokens=NEW, eos_token_ids=())
+    speculative_generate(target, recorder, PROMPTS, max_new_tokens=NEW, stop=Stop(token_ids=()))
     for text, states in zip(texts, recorder.seen, strict=True):
         out = target.forward(torch.tensor([text]), feature_layers=recorder.feature_layers)
         features = torch.cat([state.features for state in states if state.features is not None])
@@ -196,7 +152,7 @@ def test_a_wrong_commit_is_seen(target: TargetModel, monkeypatch: pytest.MonkeyP
         def commit(self, paths: Sequence[Sequence[int]]) -> None:
             super().commit([range(len(path)) for path in paths])
 
-    monkeypatch.setattr(generate_module, "TreeCache", FirstRows)
+    monkeypatch.setattr(decoding_module, "TreeCache", FirstRows)
     texts = true_texts(target, GREEDY)
     result, _ = decode_with_oracle(target, texts, GREEDY, "match")
     assert result.sequences != [text[-NEW:] for text in texts]
@@ -212,7 +168,7 @@ def test_output_is_plain_decodings_own(
     sampling = SamplingParams(temperature=temperature, seed=7)
     expected = [text[-NEW:] for text in true_texts(target, sampling)]
     proposer = PROPOSERS[name](target)
-    options = dict(max_new_tokens=NEW, sampling=sampling, rule=rule, eos_token_ids=())
+    options = dict(max_new_tokens=NEW, sampling=sampling, rule=rule, stop=Stop(token_ids=()))
     batch = speculative_generate(target, proposer, PROMPTS, **options)
     assert batch.sequences == expected
     alone = [speculative_generate(target, proposer, [p], **options).sequences[0] for p in PROMPTS]
@@ -270,7 +226,7 @@ def test_length_limit_is_exact_and_drafts_do_not_overrun_it(
             proposer,
             PROMPTS[:1],
             max_new_tokens=limit,
-            eos_token_ids=[],
+            stop=Stop(token_ids=()),
             on_round=rounds.append,
         )
         assert drafted.sequences[0] == text[len(PROMPTS[0]) :][:limit]
@@ -288,13 +244,15 @@ def test_length_limit_is_exact_and_drafts_do_not_overrun_it(
 
 def test_end_of_sequence_inside_an_accepted_run_cuts_it() -> None:
     target = tiny_target()
-    truth = plain_generate(target, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[]).sequences[0]
+    truth = plain_generate(
+        target, PROMPTS[:1], max_new_tokens=NEW, stop=Stop(token_ids=())
+    ).sequences[0]
     stop = truth[9]
     expected = truth[: truth.index(stop) + 1]
-    plain = plain_generate(target, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[stop])
+    plain = plain_generate(target, PROMPTS[:1], max_new_tokens=NEW, stop=Stop(token_ids=(stop,)))
     oracle = NoisyOracle([PROMPTS[0] + truth], depth=3, wrong=False)
     drafted = speculative_generate(
-        target, oracle, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=[stop]
+        target, oracle, PROMPTS[:1], max_new_tokens=NEW, stop=Stop(token_ids=(stop,))
     )
     assert plain.sequences == [expected]
     assert drafted.sequences == [expected]
@@ -303,11 +261,18 @@ def test_end_of_sequence_inside_an_accepted_run_cuts_it() -> None:
 
 def test_a_perfect_draft_is_accepted_whole() -> None:
     target = tiny_target()
-    truth = plain_generate(target, PROMPTS[:1], max_new_tokens=17, eos_token_ids=[]).sequences[0]
+    truth = plain_generate(
+        target, PROMPTS[:1], max_new_tokens=17, stop=Stop(token_ids=())
+    ).sequences[0]
     oracle = NoisyOracle([PROMPTS[0] + truth], depth=3, wrong=False)
     rounds: list[Round] = []
     drafted = speculative_generate(
-        target, oracle, PROMPTS[:1], max_new_tokens=17, eos_token_ids=[], on_round=rounds.append
+        target,
+        oracle,
+        PROMPTS[:1],
+        max_new_tokens=17,
+        stop=Stop(token_ids=()),
+        on_round=rounds.append,
     )
     assert drafted.sequences == [truth]
     assert drafted.num_forwards == 4  # 16 tokens after the prefill's, 4 a round
@@ -325,7 +290,7 @@ def test_tokens_are_handed_out_as_soon_as_they_are_known(target: TargetModel) ->
         NoisyOracle(texts),
         PROMPTS,
         max_new_tokens=NEW,
-        eos_token_ids=(),
+        stop=Stop(token_ids=()),
         on_token=lambda row, new: told.append(("token", row, list(new))),
         on_round=lambda done: told.append(("round", done.row, done.emitted)),
     )
@@ -379,20 +344,6 @@ class TestRefusals:
                 target, PROPOSERS["medusa"](target), PROMPTS, max_new_tokens=4, rule="typical"
             )
 
-    def test_layers_that_cannot_roll_back(self) -> None:
-        small = dict(hidden_size=32, vocab_size=96, num_hidden_layers=3)
-        windowed = MistralConfig(
-            **small,
-            intermediate_size=48,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=8,
-        )
-        target = TargetModel(AutoModelForCausalLM.from_config(windowed))
-        head = make_head_for(target)
-        with pytest.raises(ValueError, match=r"layer 0.*sliding_attention"):
-            speculative_generate(target, head, PROMPTS, max_new_tokens=4)
-
     def test_state_space_models(self) -> None:
         config = MambaConfig(hidden_size=32, vocab_size=96, num_hidden_layers=2, state_size=4)
         target = TargetModel(AutoModelForCausalLM.from_config(config))
@@ -409,4 +360,4 @@ def test_every_proposer_option_is_checked(target: TargetModel) -> None:
     for size, depth, top_k in itertools.product((1, 4), (0, 2), (0, 2)):
         if size < 2 or depth < 1 or top_k < 1:
             with pytest.raises(ValueError, match="draft tree"):
-                build_proposer(head, size, depth, top_k)
+                build_proposer(head, TreeOptions(size, depth, top_k))

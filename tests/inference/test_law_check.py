@@ -19,7 +19,7 @@ from inference.law_check import (
     chi_square,
     expected_cells,
 )
-from inference.proposers import Proposer, build_proposer
+from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams, probabilities
 from tests.scripts.heads import tiny_head
 from tests.tiny import tiny_target
@@ -35,7 +35,7 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def proposer(target: TargetModel) -> Proposer:
-    return build_proposer(tiny_head(target), size=6, depth=2, top_k=3)
+    return build_proposer(tiny_head(target), TreeOptions(6, 2, 3))
 
 
 def test_chi_square_has_the_known_tails() -> None:
@@ -81,7 +81,7 @@ def test_a_rule_that_was_hardly_tried_is_not_called_lossless(
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
 def test_rejection_is_lossless(target: TargetModel, family: str) -> None:
-    proposer = build_proposer(tiny_head(target, family), size=6, depth=2, top_k=3)
+    proposer = build_proposer(tiny_head(target, family), TreeOptions(6, 2, 3))
     report = check_law(target, proposer, PROMPTS, SAMPLED, 150)
     assert report.verdict == LOSSLESS, report
     assert report.samples == 150 and report.cells > 5

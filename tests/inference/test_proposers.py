@@ -1,5 +1,6 @@
 """Trees out of heads: cached draft steps equal the training pass; rules get their kind."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +8,24 @@ import torch
 from torch import Tensor
 
 from drafters import Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
-from inference.proposers import Eagle3Proposer, MedusaProposer, RowState, build_proposer, heads
+from inference.cache import TreeCache
+from inference.proposers import (
+    Eagle3Proposer,
+    MedusaProposer,
+    Proposer,
+    RowState,
+    Session,
+    TreeOptions,
+    build_proposer,
+    growth,
+)
 from inference.proposers.draft_cache import DraftCache
-from inference.proposers.heads import default_medusa_tree, node_scores, proposal_kind
+from inference.proposers.growth import node_scores, proposal_kind
+from inference.proposers.heads import chain_shape, default_medusa_tree
 from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities
 from inference.timing import PhaseTimer
-from inference.tree import Proposal, TokenTree, static_tree
+from inference.static_tree import static_tree
+from inference.tree import Proposal, TokenTree
 from tests.tiny import tiny_target
 from training.chat import TokenizedRow
 from training.data import collate
@@ -39,7 +52,13 @@ def row_state(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: i
     """As after a prefill of all but the last token."""
     out = target.forward(torch.tensor([ids[:-1]]), feature_layers=head.feature_layers)
     assert out.features is not None
-    return RowState(list(ids), out.features[0], out.last_hidden[0], depth)
+    return RowState(list(ids), 1, out.features[0], out.last_hidden[0], depth, SamplingParams())
+
+
+def begin(proposer: Proposer, rule: str = "match") -> None:
+    target = tiny_target()
+    cache = TreeCache(target.model.config)
+    proposer.start(Session(target, cache, 1, PhaseTimer(), rule, [0]))
 
 
 def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: int) -> Tensor:
@@ -53,7 +72,7 @@ def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], de
 
 
 def start(proposer: Eagle3Proposer) -> DraftCache:
-    proposer.start(1, PhaseTimer())
+    begin(proposer)
     return DraftCache()
 
 
@@ -82,16 +101,16 @@ def test_tree_steps_equal_the_training_pass_on_every_path(
 
 
 def test_drafts_of_a_round_leave_no_trace(target: TargetModel, head: Eagle3Drafter) -> None:
-    proposer = Eagle3Proposer(head, size=12, depth=3, top_k=3)
-    proposer.start(1, PhaseTimer())
+    proposer = Eagle3Proposer(head, TreeOptions(12, 3, 3))
+    begin(proposer)
     whole = row_state(target, head, IDS)
     assert whole.features is not None
-    early = RowState(IDS[:7], whole.features[:6], whole.hidden[:6], 9)
-    proposer.propose([early], SamplingParams(), "match")
-    late = RowState(IDS, whole.features[6:], whole.hidden[6:], 9)
-    [after] = proposer.propose([late], SamplingParams(), "match")
-    proposer.start(1, PhaseTimer())
-    [fresh] = proposer.propose([whole], SamplingParams(), "match")
+    early = replace(whole, tokens=IDS[:7], features=whole.features[:6], hidden=whole.hidden[:6])
+    proposer.propose([early])
+    late = replace(whole, features=whole.features[6:], hidden=whole.hidden[6:])
+    [after] = proposer.propose([late])
+    begin(proposer)
+    [fresh] = proposer.propose([whole])
     assert after is not None and fresh is not None
     assert after.tokens.tolist() == fresh.tokens.tolist()
     assert after.parents.tolist() == fresh.parents.tolist()
@@ -101,9 +120,9 @@ def test_dynamic_tree_holds_the_most_probable_paths(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
     """With full branching and two levels the tree can be enumerated by the training pass."""
-    proposer = Eagle3Proposer(head, size=6, depth=2, top_k=96)
-    proposer.start(1, PhaseTimer())
-    [tree] = proposer.propose([row_state(target, head, IDS)], SamplingParams(), "match")
+    proposer = Eagle3Proposer(head, TreeOptions(6, 2, 96))
+    begin(proposer)
+    [tree] = proposer.propose([row_state(target, head, IDS)])
     assert tree is not None and tree.num_nodes == 6
     top = training_logits(target, head, IDS, 0).log_softmax(-1)
     scores = {(token,): float(top[token]) for token in range(96)}
@@ -119,10 +138,10 @@ def test_dynamic_tree_holds_the_most_probable_paths(
 def test_drawn_trees_record_their_law_and_drop_nothing(
     target: TargetModel, head: Eagle3Drafter, top_k: int, chain: bool
 ) -> None:
-    proposer = Eagle3Proposer(head, size=12, depth=3, top_k=top_k)
+    proposer = Eagle3Proposer(head, TreeOptions(12, 3, top_k))
     sampling = SamplingParams(temperature=1.0, top_k=20, seed=4)
-    proposer.start(1, PhaseTimer())
-    [tree] = proposer.propose([row_state(target, head, IDS)], sampling, "rejection")
+    begin(proposer, "rejection")
+    [tree] = proposer.propose([replace(row_state(target, head, IDS), sampling=sampling)])
     assert tree is not None and tree.proposal is Proposal.DENSE and tree.draft_probs is not None
     law = probabilities(training_logits(target, head, IDS, 0), sampling)
     assert torch.allclose(tree.draft_probs[0].double(), law, atol=1e-7)
@@ -141,9 +160,9 @@ def test_drawn_trees_keep_to_their_size(
     """And use it up, where depth and branching leave room."""
     state = row_state(target, head, IDS)
     for size in (2, 3, 5, 8, 16, 27, 36, 40, 64):
-        proposer = Eagle3Proposer(head, size, depth, top_k)
-        proposer.start(1, PhaseTimer())
-        [tree] = proposer.propose([state], SamplingParams(1.0, seed=size), "rejection")
+        proposer = Eagle3Proposer(head, TreeOptions(size, depth, top_k))
+        begin(proposer, "rejection")
+        [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.0, seed=size))])
         assert tree is not None and tree.proposal is Proposal.DENSE
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         assert tree.num_nodes <= size and widest <= top_k
@@ -158,10 +177,10 @@ def test_small_supports_leave_their_share_to_later_levels(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
     """A node cannot have more children than its law has tokens."""
-    proposer = Eagle3Proposer(head, size=20, depth=4, top_k=8)
-    proposer.start(1, PhaseTimer())
+    proposer = Eagle3Proposer(head, TreeOptions(20, 4, 8))
+    begin(proposer, "rejection")
     sampling = SamplingParams(1.0, top_k=2, seed=1)
-    [tree] = proposer.propose([row_state(target, head, IDS)], sampling, "rejection")
+    [tree] = proposer.propose([replace(row_state(target, head, IDS), sampling=sampling)])
     assert tree is not None
     widths = torch.bincount(tree.depths).tolist()
     assert widths == [1, 2, 4, 7, 6]  # of shares of 5, 6, 7 and 6, and 20 in all
@@ -174,7 +193,7 @@ def counts_under_other_draws(
     level: int,
 ) -> set[tuple[int, ...]]:
     """Numbers of children of the nodes down to `level`; theirs and all below are redrawn."""
-    state, noise, counts, tokens = row_state(target, head, IDS), heads.gumbel, set(), set()
+    state, noise, counts, tokens = row_state(target, head, IDS), growth.gumbel, set(), set()
     first = [0, 1, 5][level]  # first node of the level
     for salt in range(12):
 
@@ -183,10 +202,10 @@ def counts_under_other_draws(
             return noise(seed if node < first else now, position, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(heads, "gumbel", keyed)
-            proposer = Eagle3Proposer(head, size=15, depth=3, top_k=4)
-            proposer.start(1, PhaseTimer())
-            [tree] = proposer.propose([state], SamplingParams(1.5, seed=99), "rejection")
+            patch.setattr(growth, "gumbel", keyed)
+            proposer = Eagle3Proposer(head, TreeOptions(15, 3, 4))
+            begin(proposer, "rejection")
+            [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.5, seed=99))])
         assert tree is not None
         nodes = (tree.depths <= level).nonzero().flatten().tolist()
         counts.add(tuple(len(tree.children(node)) for node in nodes))
@@ -206,7 +225,7 @@ def test_what_is_drawn_does_not_decide_how_many_are(
         drawn = draw_top(law, noise, count)
         return drawn[law[drawn] >= law.mean()]
 
-    monkeypatch.setattr(heads, "draw_top", draw_and_drop)
+    monkeypatch.setattr(growth, "draw_top", draw_and_drop)
     assert len(counts_under_other_draws(target, head, monkeypatch, level)) > 1
 
 
@@ -215,9 +234,9 @@ def test_drawn_children_follow_the_draft_law(target: TargetModel, head: Eagle3Dr
     law = probabilities(training_logits(target, head, IDS, 0), SamplingParams(1.0))
     counts = torch.zeros(target.vocab_size)
     for seed in range(600):
-        proposer = Eagle3Proposer(head, size=2, depth=1, top_k=1)
-        proposer.start(1, PhaseTimer())
-        [tree] = proposer.propose([state], SamplingParams(1.0, seed=seed), "rejection")
+        proposer = Eagle3Proposer(head, TreeOptions(2, 1, 1))
+        begin(proposer, "rejection")
+        [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.0, seed=seed))])
         assert tree is not None
         counts[tree.token(1)] += 1
     best = law.topk(5).indices
@@ -257,9 +276,9 @@ def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
     for block in head.blocks.parameters():
         torch.nn.init.normal_(block, std=0.3)
     proposer = MedusaProposer(head, static_tree([(0,), (1,), (0, 0), (0, 2), (1, 0)]))
-    proposer.start(1, PhaseTimer())
+    begin(proposer)
     hidden = torch.randn(3, target.hidden_size, dtype=torch.float64)
-    [tree] = proposer.propose([RowState(IDS, None, hidden, 9)], SamplingParams(), "match")
+    [tree] = proposer.propose([RowState(IDS, 1, None, hidden, 9, SamplingParams())])
     assert isinstance(tree, TokenTree)
     rows = head(hidden[-1])
     ranked = [
@@ -269,9 +288,9 @@ def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
     expected = [IDS[-1], ranked[0][0], ranked[0][1], ranked[1][0], ranked[1][2], ranked[1][0]]
     assert tree.tokens.tolist() == expected
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2]
-    [short] = proposer.propose([RowState(IDS, None, hidden, 1)], SamplingParams(), "match")
+    [short] = proposer.propose([RowState(IDS, 1, None, hidden, 1, SamplingParams())])
     assert short is not None and short.tokens.tolist() == expected[:3]
-    [empty] = proposer.propose([RowState(IDS, None, hidden, 0)], SamplingParams(), "match")
+    [empty] = proposer.propose([RowState(IDS, 1, None, hidden, 0, SamplingParams())])
     assert empty is not None and empty.num_nodes == 1
 
 

@@ -1,6 +1,7 @@
 """Laws equal those of `generate`; noise is keyed, uniform and independent; draws have their law."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from inference.sampling import (
     probabilities,
     sample,
     uniform_at,
+    warp,
 )
 
 LAW = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3])
@@ -49,6 +51,10 @@ def chi_square(counts: Tensor, law: Tensor) -> float:
         {"temperature": 1.7, "top_p": 0.6},
         {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
         {"temperature": 1.4, "top_k": 99, "top_p": 1.0},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 0.8, "min_p": 0.0, "typical_p": 1.0},
+        {"temperature": 1.0, "typical_p": 0.4},
+        {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.03, "typical_p": 0.8},
     ],
 )
 def test_laws_equal_those_of_generate(options: dict[str, float]) -> None:
@@ -76,6 +82,7 @@ def test_laws_equal_those_of_generate(options: dict[str, float]) -> None:
     law = probabilities(raw, SamplingParams(**options))  # (4, 1, V)
     assert law.shape == raw.shape
     assert torch.equal(law, warped.softmax(-1))
+    assert torch.equal(warp(raw, SamplingParams(**options)), warped)
 
 
 @pytest.mark.parametrize("guess", [1, 8, 1000])
@@ -117,8 +124,29 @@ def test_laws_are_float32_or_float64(temperature: float) -> None:
 def test_logits_are_not_changed() -> None:
     logits = torch.randn(5)
     before = logits.clone()
-    probabilities(logits, SamplingParams(0.5, top_k=2, top_p=0.5))
+    probabilities(logits, SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.1, typical_p=0.5))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("options", [{"min_p": 0.1}, {"typical_p": 0.6}, {"top_k": 5}])
+def test_each_law_of_many_is_that_of_one(options: dict[str, float]) -> None:
+    logits = 2 * torch.randn(2, 3, 40, dtype=torch.float64)
+    params = SamplingParams(0.9, **options)
+    scores = warp(logits, params)
+    assert scores.dtype == torch.float64
+    for row in range(2):
+        for column in range(3):
+            assert torch.equal(scores[row, column], warp(logits[row, column], params))
+
+
+def test_at_temperature_zero_scores_are_the_logits() -> None:
+    logits = torch.randn(5, dtype=torch.bfloat16)
+    params = SamplingParams(0.0, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)
+    scores = warp(logits, params)
+    assert scores.dtype == torch.float32 and torch.equal(scores, logits.float())
+
+
+# Parameters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,11 +158,66 @@ def test_logits_are_not_changed() -> None:
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"typical_p": 0.0}, "typical_p"),
+        ({"typical_p": math.nan}, "typical_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"presence_penalty": math.inf}, "presence_penalty"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty"),
+        ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size"),
+        ({"min_new_tokens": 0}, "min_new_tokens"),
+        ({"bad_words_ids": ((),)}, "bad_words_ids"),
+        ({"bad_words_ids": ((3, -1),)}, "bad_words_ids"),
+        ({"logit_bias": ((3, math.inf),)}, "logit_bias.*suppress_tokens"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias holds two pairs"),
+        ({"logit_bias": ((3,),)}, "logit_bias must hold pairs"),
+        ({"logit_bias": ((-3, 1.0),)}, "logit_bias"),
+        ({"suppress_tokens": (-1,)}, "suppress_tokens"),
+        ({"suppress_tokens": (1.5,)}, "suppress_tokens"),
+        ({"begin_suppress_tokens": (-1,)}, "begin_suppress_tokens"),
+        ({"forced_tokens": ((-1, 4),)}, "forced_tokens: places"),
+        ({"forced_tokens": ((0, -4),)}, "forced_tokens"),
+        ({"forced_tokens": ((2, 4), (2, 5))}, "forced_tokens holds two pairs"),
+        ({"forced_tokens": ((2, 4),), "suppress_tokens": (4,)}, "forced_tokens: token 4"),
+        ({"forced_tokens": ((0, 4),), "begin_suppress_tokens": (4,)}, "forced_tokens: token 4"),
+        ({"processors": (3,)}, "processors must hold callables"),
+        ({"processors": (max, max)}, "processors holds the same object twice"),
     ],
 )
-def test_params_outside_their_range_are_refused(options: dict[str, float], name: str) -> None:
+def test_params_outside_their_range_are_refused(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SamplingParams(**options)
+
+
+def test_a_token_suppressed_at_the_beginning_may_be_forced_later() -> None:
+    SamplingParams(forced_tokens=((1, 4),), begin_suppress_tokens=(4,))
+
+
+def test_params_can_be_hashed_and_compared_whatever_they_were_given() -> None:
+    lists = SamplingParams(
+        1.0,
+        bad_words_ids=[[3, 4], [5]],  # type: ignore[arg-type]
+        logit_bias=[[3, 1.0]],  # type: ignore[arg-type]
+        suppress_tokens=[7],  # type: ignore[arg-type]
+        processors=[max],  # type: ignore[arg-type]
+    )
+    tuples = SamplingParams(
+        1.0,
+        bad_words_ids=((3, 4), (5,)),
+        logit_bias=((3, 1.0),),
+        suppress_tokens=(7,),
+        processors=(max,),
+    )
+    assert lists == tuples and hash(lists) == hash(tuples)
+    assert tuples != SamplingParams(1.0, suppress_tokens=(7,))
+    assert SamplingParams(bad_words_ids=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_what_follows_the_seed_is_given_by_name() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(1.0, 5, 0.9, 3, 0.1)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,7 +1,4 @@
-"""Tree shapes: hand-drawn masks, Medusa's static trees against brute force, EAGLE-2 growth."""
-
-import itertools
-import math
+"""Tree shapes: hand-drawn masks, EAGLE-2 growth."""
 
 import pytest
 import torch
@@ -13,9 +10,7 @@ from inference.tree import (
     ancestor_mask,
     best_frontier,
     expand,
-    optimal_static_tree,
     rerank,
-    static_tree,
 )
 
 #        0
@@ -123,66 +118,57 @@ def test_draft_probs_go_with_drawn_trees_only() -> None:
         TokenTree(tokens, parents, Proposal.DENSE, laws[:, :3])
 
 
+def mixed_tree(kinds: list[bool], **changes: object) -> TokenTree:
+    fields = {
+        "tokens": torch.tensor([0, 3, 1, 2]),
+        "parents": torch.tensor([-1, 0, 0, 1]),
+        "proposal": Proposal.MIXED,
+        "draft_probs": torch.full((4, 5), 0.2),
+        "drawn": torch.tensor(kinds),
+    }
+    return TokenTree(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_mixed_trees_tell_drawn_from_chosen_tokens() -> None:
+    tree = mixed_tree([False, True, False, True])
+    assert [tree.is_drawn(node) for node in range(4)] == [False, True, False, True]
+    with pytest.raises(ValueError, match="drawn children of a node must come before"):
+        mixed_tree([False, False, True, True])
+    with pytest.raises(ValueError, match="MIXED trees"):
+        mixed_tree([True] * 4, drawn=None)
+    with pytest.raises(ValueError, match="DENSE and MIXED trees"):
+        mixed_tree([True] * 4, draft_probs=None)
+    with pytest.raises(ValueError, match="the proposal is DENSE"):
+        mixed_tree([True] * 4, proposal=Proposal.DENSE)
+    with pytest.raises(ValueError, match=r"\(N=4,\) bool"):
+        mixed_tree([True] * 3)
+    with pytest.raises(ValueError, match="int64"):  # what it is, not what it should be
+        mixed_tree([True] * 4, drawn=torch.ones(4, dtype=torch.long))
+
+
+def test_the_kind_of_a_tree_is_that_of_its_tokens() -> None:
+    """All but the root of a DENSE tree were drawn, and none of the deterministic kinds."""
+    laws = torch.full((2, 10), 0.1)
+    dense = TokenTree.chain(torch.tensor([5, 6, 7]), Proposal.DENSE, laws)
+    assert [dense.is_drawn(node) for node in range(3)] == [False, True, True]
+    for proposal in (Proposal.ONE_HOT, Proposal.COUPLED):
+        tree = TokenTree.chain(torch.tensor([5, 6, 7]), proposal)
+        assert not any(tree.is_drawn(node) for node in range(3))
+    drawn = torch.tensor([False, False, True])
+    chain = TokenTree.chain(torch.tensor([5, 6, 7]), Proposal.MIXED, laws, drawn)
+    assert [chain.is_drawn(node) for node in range(3)] == drawn.tolist()
+
+
+def test_a_chain_has_no_branches() -> None:
+    assert TokenTree.chain(torch.tensor([5])).is_chain
+    assert TokenTree.chain(torch.tensor([5, 6, 7])).is_chain
+    assert not make_tree().is_chain
+    assert not TokenTree(
+        torch.tensor([5, 6, 7]), torch.tensor([-1, 0, 0]), Proposal.ONE_HOT
+    ).is_chain
+
+
 # Static trees -----------------------------------------------------------------------------------
-
-
-def test_static_tree_from_rank_paths() -> None:
-    tree = static_tree([(1,), (0, 2), (0,), (1, 0), (0, 0), (0, 2, 1)])
-    # order: (0,) (1,) (0,0) (0,2) (1,0) (0,2,1)
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 4]
-    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
-    assert tree.ranks.tolist() == [0, 0, 1, 0, 2, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ([(0,), (1, 0)], "without its parent"),
-        ([(0,), (0,)], "twice"),
-        ([()], "empty"),
-        ([(-1,)], "negative"),
-    ],
-)
-def test_static_tree_refuses(ranks: list[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        static_tree(ranks)
-
-
-def best_value_by_brute_force(accuracy: torch.Tensor, size: int) -> float:
-    num_heads, num_ranks = accuracy.shape
-    paths = [
-        path
-        for depth in range(1, num_heads + 1)
-        for path in itertools.product(range(num_ranks), repeat=depth)
-    ]
-    value = {p: math.prod(accuracy[k, r].item() for k, r in enumerate(p)) for p in paths}
-    trees = (
-        chosen
-        for chosen in itertools.combinations(paths, size)
-        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
-    )
-    return max(sum(value[path] for path in tree) for tree in trees)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 5])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_optimal_static_tree_beats_every_other(seed: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    accuracy = torch.rand(2, 3, generator=generator, dtype=torch.float64)  # ranks unsorted
-    tree = optimal_static_tree(accuracy, size)
-    assert len(tree.parents) == size + 1
-    value = [1.0]
-    for node in range(1, size + 1):
-        head, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
-        value.append(value[int(tree.parents[node])] * accuracy[head, rank].item())
-    assert sum(value[1:]) == pytest.approx(best_value_by_brute_force(accuracy, size), abs=1e-12)
-
-
-def test_optimal_static_tree_refuses_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="size 7 exceeds the 6 nodes"):
-        optimal_static_tree(torch.full((2, 2), 0.5), 7)
-    with pytest.raises(ValueError, match=r"entries in \[0, 1\]"):
-        optimal_static_tree(torch.full((2, 2), 1.5), 2)
 
 
 # Dynamic growth ---------------------------------------------------------------------------------
@@ -243,6 +229,12 @@ def test_rerank_keeps_parents_on_ties() -> None:
         assert tree.num_draft_tokens == size
         assert set(candidates.parents[kept[1:]].tolist()) <= set(kept.tolist())
     assert rerank(candidates, 4)[0].tokens.tolist() == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("proposal", [Proposal.DENSE, Proposal.MIXED])
+def test_drawn_trees_are_not_pruned(proposal: Proposal) -> None:
+    with pytest.raises(AssertionError, match="biased"):
+        rerank(grown(), 4, proposal)
 
 
 def test_impossible_candidates_are_left_out() -> None:

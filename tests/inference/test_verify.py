@@ -1,180 +1,44 @@
 """The acceptance rules are lossless: exact enumeration, and equality with plain sampling.
 
-`verify` itself is run with coins that take every branch and know its probability, over every tree
-that the drafter could have drawn. The law of the emitted tokens, completed by the target, must
-equal the target's law over sequences. Each wrong rule of the literature must fail the same test.
+See `tests.inference.oracles` for how. Each wrong rule of the literature must fail the same test.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 import inference.verify as verify_module
-from inference.sampling import (
-    SamplingParams,
-    Stream,
-    draw_top,
-    gumbel,
-    probabilities,
-    sample,
-)
+from inference.acceptance import KeyedCoins, Verdict, accept_probability, residual_law
+from inference.sampling import SamplingParams, Stream, draw_top, gumbel, probabilities, sample
 from inference.tree import Proposal, TokenTree
-from inference.verify import (
-    RULES,
-    Coins,
-    KeyedCoins,
-    Verdict,
-    accept_probability,
-    residual_law,
-    verify,
+from inference.verify import ALL_RULES, RULES, verify
+from tests.inference.oracles import (
+    EXACT,
+    Ends,
+    Laws,
+    Plan,
+    Prefix,
+    WeightedTrees,
+    by_depth,
+    chi_square,
+    decode,
+    drafted_trees,
+    drawn_trees,
+    expected_accepted,
+    greedy_draft,
+    prefix_of,
+    random_laws,
+    random_logits,
+    sequence_law,
+    top_tree,
+    total_variation,
+    verdict_law,
+    warped,
 )
-
-Prefix = tuple[int, ...]
-Laws = Callable[[Prefix], Tensor]  # drafted prefix below the root -> (V,)
-WeightedTrees = list[tuple[float, TokenTree]]
-
-EXACT = 1e-12
-
-
-class ScriptedCoins:
-    """Follow a script of choices, extend it with first choices, and track the probability."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.script = script
-        self.options: list[int] = []
-        self.probability = 1.0
-
-    def _choose(self, probabilities: list[float]) -> int:
-        if len(self.options) == len(self.script):
-            self.script.append(0)
-        choice = self.script[len(self.options)]
-        self.options.append(len(probabilities))
-        self.probability *= probabilities[choice]
-        return choice
-
-    def accept(self, probability: float, position: int, rank: int) -> bool:
-        return self._choose([probability, 1.0 - probability]) == 0
-
-    def draw(self, probs: Tensor, position: int) -> int:
-        return self._choose(probs.tolist())
-
-
-def outcomes(walk: Callable[[Coins], Verdict]) -> Iterator[tuple[float, Verdict]]:
-    """Every verdict of a walk with its probability."""
-    script: list[int] = []
-    while True:
-        coins = ScriptedCoins(script)
-        verdict = walk(coins)
-        yield coins.probability, verdict
-        while script and script[-1] + 1 == coins.options[len(script) - 1]:
-            script.pop()
-        if not script:
-            return
-        script[-1] += 1
-
-
-def random_laws(seed: int, vocab: int, sharpness: float = 1.5, hole: bool = False) -> Laws:
-    """An own law for every prefix, float64; with a hole, one token of each law is impossible."""
-
-    def law(prefix: Prefix) -> Tensor:
-        generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**63)
-        logits = torch.randn(vocab, generator=generator, dtype=torch.float64) * sharpness
-        if hole:
-            logits[int(torch.randint(vocab, (), generator=generator))] = -torch.inf
-        return logits.softmax(-1)
-
-    return law
-
-
-def prefix_of(tree: TokenTree, node: int) -> Prefix:
-    return tuple(tree.token(ancestor) for ancestor in tree.path(node)[1:])
-
-
-def sequence_law(target: Laws, length: int, start: Prefix = ()) -> Tensor:
-    """The target's law over the next `length` tokens, (V,) * length."""
-    law = target(start)
-    if length == 1:
-        return law
-    return torch.stack(
-        [p * sequence_law(target, length - 1, (*start, x)) for x, p in enumerate(law)]
-    )
-
-
-def walk_of(tree: TokenTree, target: Laws, rule: str) -> Callable[[Coins], Verdict]:
-    """The walk down one tree, at position 0, for any coins."""
-    return lambda coins: verify(
-        tree, lambda node: target(prefix_of(tree, node)), rule, seed=0, position=0, coins=coins
-    )
-
-
-def emitted_law(trees: WeightedTrees, target: Laws, rule: str, length: int) -> Tensor:
-    """Law of the first `length` tokens: what one round emits, completed by the target."""
-    law = torch.zeros_like(sequence_law(target, length))
-    for weight, tree in trees:
-        for probability, verdict in outcomes(walk_of(tree, target, rule)):
-            tokens = (*(tree.token(node) for node in verdict.path), verdict.next_token)
-            missing = length - len(tokens)
-            rest = sequence_law(target, missing, tokens) if missing else 1.0
-            law[tokens] += weight * probability * rest
-    return law
-
-
-def total_variation(trees: WeightedTrees, target: Laws, rule: str, length: int) -> float:
-    """Distance of the emitted law from the target's; 0 is lossless."""
-    assert sum(weight for weight, _ in trees) == pytest.approx(1.0, abs=1e-12)
-    emitted = emitted_law(trees, target, rule, length)
-    return 0.5 * float((emitted - sequence_law(target, length)).abs().sum())
-
-
-# The trees that a drafter may draw --------------------------------------------------------------
-
-
-def drawn_trees(draft: Laws, widths: Callable[[Prefix], int]) -> WeightedTrees:
-    """Every tree of tokens drawn without replacement, `widths(prefix)` children per node."""
-    results: WeightedTrees = []
-
-    def grow(weight: float, prefixes: list[Prefix], parents: list[int], node: int) -> None:
-        if node == len(prefixes):
-            tokens = torch.tensor([prefix[-1] if prefix else 0 for prefix in prefixes])
-            laws = torch.stack([draft(prefix) for prefix in prefixes])
-            tree = TokenTree(tokens, torch.tensor(parents), Proposal.DENSE, laws)
-            results.append((weight, tree))
-            return
-        law, width = draft(prefixes[node]), widths(prefixes[node])
-        for tokens in itertools.permutations(range(len(law)), width):
-            probability, left = 1.0, 1.0
-            for token in tokens:
-                probability *= float(law[token]) / left
-                left -= float(law[token])
-            if probability > 0:
-                children = [(*prefixes[node], token) for token in tokens]
-                grow(weight * probability, prefixes + children, parents + [node] * width, node + 1)
-
-    grow(1.0, [()], [-1], 0)
-    return results
-
-
-def by_depth(*widths: int) -> Callable[[Prefix], int]:
-    return lambda prefix: widths[len(prefix)] if len(prefix) < len(widths) else 0
-
-
-def top_tree(draft: Laws, *widths: int) -> TokenTree:
-    """The deterministic tree of the most likely draft tokens."""
-    prefixes: list[Prefix] = [()]
-    parents = [-1]
-    for node in itertools.count():
-        if node == len(prefixes):
-            break
-        width = by_depth(*widths)(prefixes[node])
-        for token in draft(prefixes[node]).topk(width).indices.tolist():
-            prefixes.append((*prefixes[node], token))
-            parents.append(node)
-    tokens = torch.tensor([prefix[-1] if prefix else 0 for prefix in prefixes])
-    return TokenTree(tokens, torch.tensor(parents), Proposal.ONE_HOT)
-
 
 # Exact enumeration ------------------------------------------------------------------------------
 
@@ -222,7 +86,7 @@ def test_rejection_is_lossless_when_the_laws_are_equal() -> None:
         assert total_variation(trees, target, "rejection", len(widths) + 1) < EXACT
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
 @pytest.mark.parametrize(("vocab", "widths"), [(5, (1, 1)), (5, (3,)), (4, (2, 2)), (3, (3, 1, 2))])
 def test_one_hot_trees_are_lossless(rule: str, vocab: int, widths: tuple[int, ...]) -> None:
     target, draft = random_laws(6, vocab, hole=True), random_laws(7, vocab)
@@ -230,36 +94,220 @@ def test_one_hot_trees_are_lossless(rule: str, vocab: int, widths: tuple[int, ..
     assert total_variation(trees, target, rule, len(widths) + 1) < EXACT
 
 
-def test_a_tree_without_drafts_emits_the_targets_law() -> None:
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_tree_without_drafts_emits_the_targets_law(rule: str) -> None:
     root = TokenTree.chain(torch.tensor([0]))
-    for rule in ("match", "rejection"):
-        assert total_variation([(1.0, root)], random_laws(8, 5), rule, 1) < EXACT
+    assert total_variation([(1.0, root)], random_laws(8, 5), rule, 1) < EXACT
 
 
 def test_match_is_the_telescoped_rejection_of_one_hot_children() -> None:
     """Not only the emitted law: every verdict has the same probability under both rules."""
     target = random_laws(9, 4)
     tree = top_tree(random_laws(10, 4), 2, 2)
-    verdicts: dict[str, dict[tuple[Prefix, int], float]] = {}
-    for rule in ("match", "rejection"):
-        table = verdicts.setdefault(rule, {})
-        for probability, verdict in outcomes(walk_of(tree, target, rule)):
-            if probability > 0:
-                key = (tuple(verdict.path), verdict.next_token)
-                table[key] = table.get(key, 0.0) + probability
-    assert verdicts["match"].keys() == verdicts["rejection"].keys()
-    for key, probability in verdicts["match"].items():
-        assert verdicts["rejection"][key] == pytest.approx(probability, abs=EXACT)
+    match, rejection = (verdict_law(tree, target, rule) for rule in ("match", "rejection"))
+    assert match == pytest.approx(rejection, abs=EXACT)
 
 
 def test_rejection_accepts_as_much_as_it_should() -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 accepted (arXiv:2403.10444)."""
     p, q = torch.tensor([1, 2]).double() / 3, torch.tensor([2, 1]).double() / 3
-    expected = 0.0
-    for weight, tree in drawn_trees(lambda _: q, by_depth(1, 1)):
-        for probability, verdict in outcomes(walk_of(tree, lambda _: p, "rejection")):
-            expected += weight * probability * len(verdict.path)
-    assert expected == pytest.approx(10 / 9, abs=EXACT)
+    trees = drawn_trees(lambda _: q, by_depth(1, 1))
+    accepted = expected_accepted(trees, lambda _: p, "rejection")
+    assert accepted == pytest.approx(10 / 9, abs=EXACT)
+
+
+# Drawn and chosen children together -------------------------------------------------------------
+
+
+def with_lookup(draft: Laws, draws: int, *chosen: Prefix) -> Callable[[Prefix], Plan]:
+    """Drawn children of a head, then what a lookup found, unless it was drawn already."""
+
+    def plan(prefix: Prefix) -> Plan:
+        if len(prefix) == len(chosen):
+            return Plan(draft(prefix))
+        return Plan(draft(prefix), draws, chosen[len(prefix)])
+
+    return plan
+
+
+MIXED_PLANS = {
+    "greedy": lambda q: greedy_draft(q, 2, 2),
+    "greedy wide": lambda q: greedy_draft(q, 3, 1),
+    "greedy all": lambda q: greedy_draft(q, 4),
+    "lookup": lambda q: with_lookup(q, 1, (0,), (2,)),
+    "lookup wide": lambda q: with_lookup(q, 2, (1, 3)),
+    "lookup only": lambda q: with_lookup(q, 0, (1, 0), (3,)),
+    "by level": lambda q: (
+        lambda prefix: Plan(q(prefix), *((2, ()), (0, (2, 1)), (0, ()))[len(prefix)])
+    ),
+}
+
+
+@pytest.mark.parametrize("hole", [False, True])
+@pytest.mark.parametrize("plan", list(MIXED_PLANS))
+def test_drawn_and_chosen_children_together_are_lossless(plan: str, hole: bool) -> None:
+    target, draft = random_laws(100, 4, hole=hole), random_laws(101, 4, hole=hole)
+    trees = drafted_trees(MIXED_PLANS[plan](draft), Proposal.MIXED)
+    length = 1 + max(int(tree.depths.max()) for _, tree in trees)
+    assert total_variation(trees, target, "rejection", length) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_the_greedy_draft_accepts_as_much_as_its_optimum(width: int, seed: int) -> None:
+    """p(S) + sum over the rest of min(p, q_rest), which optimal transport cannot beat."""
+    p, q = random_laws(102 + seed, 5)(()), random_laws(112 + seed, 5)(())
+    plan = greedy_draft(lambda _: q, width)
+    trees = drafted_trees(plan, Proposal.MIXED)
+    accepted = expected_accepted(trees, lambda _: p, "rejection")
+    sure = list(plan(()).chosen)
+    rest = q.clone()
+    rest[sure] = 0.0
+    rest /= rest.sum()
+    formula = float(p[sure].sum() + torch.minimum(p, rest).sum())
+    assert accepted == pytest.approx(formula, abs=EXACT)
+    # min over sets H of p(H) + 1 - P(all children in H) (arXiv:2502.18779)
+    bound = 1.0
+    for inside in itertools.product([False, True], repeat=5):
+        within = torch.tensor(inside)
+        all_in = float(rest[within].sum()) if all(inside[token] for token in sure) else 0.0
+        bound = min(bound, float(p[within].sum()) + 1.0 - all_in)
+    assert accepted == pytest.approx(bound, abs=EXACT)
+
+
+# Warpers, reduced vocabularies and the end of the text ------------------------------------------
+
+SAMPLINGS = {
+    "temperature": SamplingParams(0.6),
+    "top-k": SamplingParams(1.0, top_k=2),
+    "top-p": SamplingParams(1.3, top_p=0.8),
+    "all": SamplingParams(0.7, top_k=3, top_p=0.7),
+    "greedy": SamplingParams(0.0),
+}
+DRAFT_VOCAB = [1, 2, 4]
+
+
+def trees_for(rule: str, draft: Laws) -> dict[str, WeightedTrees]:
+    """Trees of every kind that a rule takes, of depth 2."""
+    chosen = {
+        "one-hot chain": [(1.0, top_tree(draft, 1, 1))],
+        "one-hot tree": [(1.0, top_tree(draft, 2, 2))],
+    }
+    if rule in ("match", "coupled"):
+        return chosen
+    alternating = with_lookup(draft, 1, (), ())
+    chains = {
+        "one-hot chain": chosen["one-hot chain"],
+        "drawn chain": drawn_trees(draft, by_depth(1, 1)),
+        "drawn, chosen": drafted_trees(
+            lambda prefix: (
+                alternating(prefix) if not prefix else with_lookup(draft, 0, (), (2,))(prefix)
+            ),
+            Proposal.MIXED,
+        ),
+        "chosen, drawn": drafted_trees(
+            lambda prefix: (
+                with_lookup(draft, 0, (1,), ())(prefix) if not prefix else alternating(prefix)
+            ),
+            Proposal.MIXED,
+        ),
+    }
+    if rule == "block":
+        return chains
+    return {
+        **chosen,
+        **chains,
+        "drawn tree": drawn_trees(draft, lambda prefix: (2, 1, 0)[len(prefix)]),
+        "mixed tree": drafted_trees(with_lookup(draft, 1, (1,), (2,)), Proposal.MIXED),
+    }
+
+
+def check_all_trees(
+    rule: str, target: Laws, draft: Laws, length: int = 3, ends: Ends | None = None
+) -> None:
+    for name, trees in trees_for(rule, draft).items():
+        assert total_variation(trees, target, rule, length, ends) < EXACT, name
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("drafted", ["same", "plain"])
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_rules_are_lossless_with_warpers(sampling: str, drafted: str, rule: str) -> None:
+    """Warpers on the target's law, and on the draft's or not: q may have mass where p has none."""
+    logits = random_logits(121, 4)
+    params = SAMPLINGS[sampling]
+    target = warped(random_logits(120, 4), params)
+    draft = warped(logits, params if drafted == "same" else SamplingParams(1.0))
+    check_all_trees(rule, target, draft)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("sampling", ["temperature", "all"])
+def test_rules_are_lossless_with_a_reduced_draft_vocabulary(sampling: str, rule: str) -> None:
+    params = SAMPLINGS[sampling]
+    target = warped(random_logits(122, 5), SamplingParams(1.0))
+    draft = warped(random_logits(123, len(DRAFT_VOCAB)), params, DRAFT_VOCAB, 5)
+    assert set(draft(()).nonzero().flatten().tolist()) <= set(DRAFT_VOCAB)
+    check_all_trees(rule, target, draft)
+
+
+ENDS: dict[str, Ends] = {
+    "token": lambda text: text[-1] == 2,
+    "tokens": lambda text: text[-1] in (1, 2),
+    "string": lambda text: text[-2:] == (2, 1),
+    "length": lambda text: len(text) == 2,
+}
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_rules_are_lossless_up_to_the_end_of_the_text(ends: str, rule: str) -> None:
+    check_all_trees(rule, random_laws(124, 4), random_laws(125, 4), ends=ENDS[ends])
+
+
+# Coupled trees: the children know what the target will draw -------------------------------------
+
+
+@dataclass
+class TableCoins:
+    """The target's draws, fixed beforehand for every text."""
+
+    table: dict[Prefix, int]
+    text: Prefix = ()
+
+    def accept(self, probability: float, position: int, index: int) -> bool:
+        raise AssertionError("nothing is rejected")
+
+    def draw(self, probs: Tensor, position: int) -> int:
+        assert position == 1 + len(self.text)
+        return self.table[self.text]
+
+
+def test_coupled_trees_may_depend_on_the_draws_in_any_way() -> None:
+    """All tables of draws over two tokens, depth 2, and trees that hit, miss, or do both."""
+    target = random_laws(126, 2)
+    texts = [text for depth in range(3) for text in itertools.product(range(2), repeat=depth)]
+    emitted = dict.fromkeys(sequence_law(target, 3), 0.0)
+    for draws in itertools.product(range(2), repeat=len(texts)):
+        table = dict(zip(texts, draws, strict=True))
+        weight = 1.0
+        for text, token in table.items():
+            weight *= float(target(text)[token])
+        first = table[()] if table[0,] else 1 - table[()]
+        tree = TokenTree.chain(torch.tensor([0, first, table[first,]]), Proposal.COUPLED)
+        coins = TableCoins(table)
+
+        def law(node: int, tree: TokenTree = tree, coins: TableCoins = coins) -> Tensor:
+            coins.text = prefix_of(tree, node)
+            return target(coins.text)
+
+        verdict = verify(tree, law, "coupled", 0, 0, coins)
+        assert verdict.next_token is not None
+        text = (*(tree.token(node) for node in verdict.path), verdict.next_token)
+        while len(text) < 3:  # later rounds meet the same noise
+            text += (table[text],)
+        emitted[text] += weight
+    assert emitted == pytest.approx(sequence_law(target, 3), abs=EXACT)
 
 
 # Negative controls: each known mistake is seen ----------------------------------------------------
@@ -275,13 +323,42 @@ def test_control_deterministic_children_verified_as_if_drawn() -> None:
     assert total_variation([(1.0, tree)], target, "rejection", 2) < EXACT
 
 
-def test_control_draw_then_drop() -> None:
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_control_draw_then_drop(rule: str) -> None:
     """Dropping a draft token because of its value, after it was drawn."""
     target, draft = random_laws(13, 3), random_laws(14, 3)
     root = TokenTree.chain(torch.tensor([0]))
     trees = drawn_trees(draft, by_depth(1))
     dropped = [(weight, root if tree.token(1) == 0 else tree) for weight, tree in trees]
-    assert total_variation(dropped, target, "rejection", 2) > 0.01
+    assert total_variation(dropped, target, rule, 2) > 0.01
+    assert total_variation(trees, target, rule, 2) < EXACT
+
+
+def test_control_a_drawn_token_gives_way_to_a_chosen_one() -> None:
+    """Of two equal children the drawn one must stay: to keep the chosen one is to draw and drop."""
+    target, draft = random_laws(127, 3), random_laws(128, 3)
+    trees = drafted_trees(with_lookup(draft, 1, (0,)), Proposal.MIXED)
+    chosen = TokenTree(
+        torch.tensor([0, 0]),
+        torch.tensor([-1, 0]),
+        Proposal.MIXED,
+        draft(()).repeat(2, 1),
+        torch.tensor([False, False]),
+    )
+    wrong = [(weight, chosen if tree.token(1) == 0 else tree) for weight, tree in trees]
+    assert total_variation(wrong, target, "rejection", 2) > 0.01
+    assert total_variation(trees, target, "rejection", 2) < EXACT
+
+
+def test_control_the_greedy_draft_with_the_law_of_all_tokens() -> None:
+    """The drawn child was drawn from what the chosen ones left, and that law must be recorded."""
+    target, draft = random_laws(129, 4), random_laws(130, 4)
+    trees = drafted_trees(greedy_draft(draft, 2), Proposal.MIXED)
+    wrong = [
+        (w, TokenTree(t.tokens, t.parents, t.proposal, draft(()).repeat(3, 1), t.drawn))
+        for w, t in trees
+    ]
+    assert total_variation(wrong, target, "rejection", 2) > 0.01
     assert total_variation(trees, target, "rejection", 2) < EXACT
 
 
@@ -289,6 +366,7 @@ def test_control_draw_then_drop() -> None:
     ("name", "wrong"),
     [
         ("residual_law", lambda residual, proposed: residual),  # emit from p after a rejection
+        ("residual_law", lambda r, q: (r - q).clamp(min=0.0)),  # not renormalised
         ("accept_probability", lambda r, q, token: float(r[token])),  # forget to divide by q
         ("accept_probability", lambda r, q, token: float(min(r[token], q[token]))),
     ],
@@ -297,7 +375,7 @@ def test_control_wrong_formula(
     name: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = random_laws(15, 4)
-    trees = drawn_trees(random_laws(16, 4), by_depth(1))
+    trees = drawn_trees(random_laws(16, 4), by_depth(2))
     assert total_variation(trees, target, "rejection", 2) < EXACT
     monkeypatch.setattr(verify_module, name, wrong)
     assert total_variation(trees, target, "rejection", 2) > 0.01
@@ -314,6 +392,26 @@ def test_control_second_child_drawn_with_replacement_law() -> None:
     assert total_variation(swapped, target, "rejection", 2) > 0.005
 
 
+@pytest.mark.parametrize("rule", list(RULES))
+def test_control_the_end_of_the_text_is_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that runs past the end emits another law."""
+    target, draft = random_laws(131, 3), random_laws(132, 3)
+    ends = ENDS["token"]
+    proposal = Proposal.ONE_HOT if Proposal.DENSE not in RULES[rule] else Proposal.DENSE
+    if proposal is Proposal.DENSE:
+        trees = drawn_trees(draft, by_depth(1, 1))
+    else:
+        trees = [(1.0, TokenTree.chain(torch.tensor([0, 2, 1])))]
+    assert total_variation(trees, target, rule, 3, ends) < EXACT
+
+    def deaf(*args: object, ended: object, **options: object) -> Verdict:
+        return verify(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tests.inference.oracles.verify", deaf)
+    with pytest.raises(AssertionError, match="the end"):
+        total_variation(trees, target, rule, 3, ends)
+
+
 # Equality with plain sampling -------------------------------------------------------------------
 
 
@@ -322,25 +420,6 @@ def plain(target: Laws, seed: int, length: int) -> Prefix:
     for position in range(length):
         tokens += (sample(target(tokens), seed, position),)
     return tokens
-
-
-def decode(
-    target: Laws, seed: int, length: int, rule: str, propose: Callable[[Prefix, int], TokenTree]
-) -> tuple[Prefix, int]:
-    """Tokens, and the number of rounds they took. The root of round 0 sits at position -1."""
-    tokens: Prefix = ()
-    rounds = 0
-    while len(tokens) < length:
-        base = tokens
-        tree = propose(base, len(base) - 1)
-
-        def law(node: int, base: Prefix = base, tree: TokenTree = tree) -> Tensor:
-            return target(base + prefix_of(tree, node))
-
-        verdict = verify(tree, law, rule, seed, len(base) - 1)
-        tokens += (*(tree.token(node) for node in verdict.path), verdict.next_token)
-        rounds += 1
-    return tokens[:length], rounds
 
 
 def noisy(target: Laws, seed: int) -> Laws:
@@ -406,7 +485,7 @@ def test_control_other_seed_gives_another_text() -> None:
     assert plain(target, 0, 24) != plain(target, 1, 24)
 
 
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("rule", [rule for rule in ALL_RULES if rule != "block"])
 def test_temperature_zero_follows_the_argmax(rule: str) -> None:
     def target(prefix: Prefix) -> Tensor:
         return probabilities(random_laws(70, 6)(prefix).log(), SamplingParams(temperature=0.0))
@@ -419,8 +498,7 @@ def test_temperature_zero_follows_the_argmax(rule: str) -> None:
     if wrong == greedy[0]:
         tokens[1] = (wrong + 1) % 6
     parents = torch.tensor([-1, 0, 0, 2, 3])
-    proposal = next(iter(RULES[rule] - {Proposal.DENSE}))
-    tree = TokenTree(tokens, parents, proposal)
+    tree = TokenTree(tokens, parents, Proposal.ONE_HOT)
     for seed in range(5):
         verdict = verify(tree, lambda node: target(prefix_of(tree, node)), rule, seed, 9)
         assert verdict == Verdict(path=[2, 3], next_token=greedy[2])
@@ -440,22 +518,20 @@ def test_temperature_zero_accepts_drawn_drafts_that_are_the_argmax() -> None:
 
 
 def rejection_chi_square(draft_stream: Stream) -> float:
-    """Pearson's statistic of two emitted tokens, 9 cells, all draws from keyed noise."""
+    """Of two emitted tokens, 9 cells, all draws from keyed noise."""
     target, draft = random_laws(80, 3), random_laws(81, 3)
-    counts = torch.zeros(3, 3)
-    num_texts = 1000
-    for seed in range(num_texts):
 
-        def propose(base: Prefix, position: int, seed: int = seed) -> TokenTree:
+    def text(seed: int) -> Prefix:
+        def propose(base: Prefix, position: int) -> TokenTree:
             first = draft(base)
             token = sample(first, seed, position + 1, draft_stream)
             second = draft((*base, token))
             tokens = torch.tensor([0, token, sample(second, seed, position + 2, draft_stream)])
             return TokenTree.chain(tokens, Proposal.DENSE, torch.stack([first, second]))
 
-        counts[decode(target, seed, 2, "rejection", propose)[0]] += 1
-    expected = num_texts * sequence_law(target, 2)
-    return float(((counts - expected) ** 2 / expected).sum())
+        return decode(target, seed, 2, "rejection", propose)[0]
+
+    return chi_square(map(text, range(1000)), target, 2)
 
 
 def test_keyed_rejection_has_the_targets_law() -> None:
@@ -483,33 +559,64 @@ def test_keyed_coins_accept_with_their_probability() -> None:
     ("rule", "proposal", "fix"),
     [
         ("match", Proposal.COUPLED, "use 'coupled'"),
-        ("match", Proposal.DENSE, "use 'rejection'"),
-        ("coupled", Proposal.ONE_HOT, "use 'match' or 'rejection'"),
-        ("coupled", Proposal.DENSE, "use 'rejection'"),
+        ("match", Proposal.DENSE, "use 'rejection' or 'block'"),
+        ("match", Proposal.MIXED, "use 'rejection' or 'block'"),
+        ("coupled", Proposal.DENSE, "use 'rejection' or 'block'"),
         ("rejection", Proposal.COUPLED, "use 'coupled'"),
-        ("typical", Proposal.ONE_HOT, "one of match, coupled, rejection"),
+        ("block", Proposal.COUPLED, "use 'coupled'"),
+        ("lossy_typical", Proposal.DENSE, "use 'rejection' or 'block'"),
+        ("typical", Proposal.ONE_HOT, "one of match, coupled, rejection, block, lossy_typical"),
     ],
 )
 def test_unfit_rules_are_refused(rule: str, proposal: Proposal, fix: str) -> None:
-    laws = torch.full((1, 3), 1 / 3) if proposal is Proposal.DENSE else None
-    tree = TokenTree.chain(torch.tensor([0, 1]), proposal, laws)
+    laws = torch.full((1, 3), 1 / 3) if proposal in (Proposal.DENSE, Proposal.MIXED) else None
+    drawn = torch.tensor([False, True]) if proposal is Proposal.MIXED else None
+    tree = TokenTree.chain(torch.tensor([0, 1]), proposal, laws, drawn)
     with pytest.raises(ValueError, match=fix):
         verify(tree, lambda _: torch.full((3,), 1 / 3), rule, 0, 0)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_only_visited_nodes_are_evaluated(rule: str) -> None:
-    """Law 2 everywhere: node 2 and its child 5 are accepted, the branch below node 1 is not."""
-    tokens, parents = torch.tensor([0, 1, 2, 2, 2, 2]), torch.tensor([-1, 0, 0, 1, 3, 2])
-    visited: list[int] = []
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_law_is_asked_as_plain_decoding_asks_it(rule: str, ends: bool) -> None:
+    """Once per emitted token and in its order, whatever else was drafted: nodes 2, 5, 7 of 8.
+
+    The end is asked about after each accepted token, and before the law behind it.
+    """
+    tokens = torch.tensor([0, 1, 2, 2, 2, 2, 0, 2])
+    parents = torch.tensor([-1, 0, 0, 1, 3, 2, 5, 5])
+    tree = TokenTree(tokens, parents, Proposal.ONE_HOT)
+    calls: list[object] = []
 
     def law(node: int) -> Tensor:
-        visited.append(node)
+        calls.append(node)
         return torch.tensor([0.0, 0.0, 1.0])
 
-    verdict = verify(TokenTree(tokens, parents, Proposal.ONE_HOT), law, rule, 0, 0)
-    assert verdict == Verdict([2, 5], 2)
-    assert visited == [0, 2, 5]
+    def ended(text: list[int]) -> bool:
+        calls.append(text)
+        return ends and len(text) == 2
+
+    verdict = verify(tree, law, rule, 0, 0, ended=ended)
+    if ends:
+        assert verdict == Verdict([2, 5], None)
+        assert calls == [0, [2], 2, [2, 2]]
+    else:
+        assert verdict == Verdict([2, 5, 7], 2)
+        assert calls == [0, [2], 2, [2, 2], 5, [2, 2, 2], 7]
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
+def test_on_every_tree_the_law_is_asked_along_the_path(rule: str) -> None:
+    target, draft = random_laws(133, 3), random_laws(134, 3)
+    for seed, (_, tree) in enumerate(itertools.chain(*trees_for(rule, draft).values())):
+        asked: list[int] = []
+
+        def law(node: int, tree: TokenTree = tree, asked: list[int] = asked) -> Tensor:
+            asked.append(node)
+            return target(prefix_of(tree, node))
+
+        verdict = verify(tree, law, rule, seed, 0)
+        assert asked == [0, *verdict.path]
 
 
 def test_a_draft_of_probability_zero_is_refused() -> None:
@@ -526,14 +633,15 @@ def test_residual_and_acceptance_by_hand() -> None:
     assert accept_probability(p, q, 1) == pytest.approx(3 / 7)
 
 
-def test_inputs_are_not_changed() -> None:
-    target, draft = random_laws(90, 4)(()), random_laws(91, 4)(())
+@pytest.mark.parametrize(("rule", "parents"), [("rejection", [-1, 0, 0]), ("block", [-1, 0, 1])])
+def test_inputs_are_not_changed(rule: str, parents: list[int]) -> None:
+    target, draft = random_laws(90, 4)(()), random_laws(91, 4)(()).clone()
     tree = TokenTree(
-        torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]), Proposal.DENSE, draft.repeat(3, 1)
+        torch.tensor([0, 1, 2]), torch.tensor(parents), Proposal.DENSE, draft.repeat(3, 1)
     )
     kept = target.clone()
     for seed in range(20):
-        verify(tree, lambda _: target, "rejection", seed, 0)
+        verify(tree, lambda _: target, rule, seed, 0)
     assert torch.equal(target, kept)
     assert tree.draft_probs is not None
     assert torch.equal(tree.draft_probs, draft.repeat(3, 1))

@@ -15,7 +15,7 @@ import torch
 from drafters import Drafter, TargetModel, build_drafter
 from inference.compare import explain_difference, reference_text
 from inference.generate import speculative_generate
-from inference.proposers import build_proposer
+from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from recipes.parity import TOLERANCE, check_parity
 from training.chat import TokenizedRow, encode_prompt
@@ -79,7 +79,7 @@ def test_an_untrained_head_changes_nothing(
     head = untrained_head(target, "eagle3", [*prompts, *expected])
     found = speculative_generate(
         target,
-        build_proposer(head, size=8),
+        build_proposer(head, TreeOptions(size=8)),
         prompts,
         max_new_tokens=NEW,
         sampling=sampling,

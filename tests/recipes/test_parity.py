@@ -1,6 +1,7 @@
 """The parity check agrees for right heads, and catches the classical ways to decode wrongly."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ class WrongPairing(Eagle3Proposer):
 
     def absorb(self, cache: DraftCache, state: RowState) -> tuple[Tensor, Tensor]:
         tokens = [state.tokens[0], *state.tokens[:-1]]
-        return super().absorb(cache, RowState(tokens, state.features, state.hidden, 99))
+        return super().absorb(cache, replace(state, tokens=tokens))
 
 
 class ShiftedRotary(Eagle3Proposer):
@@ -253,7 +254,7 @@ def test_medusa_on_the_hidden_state_of_another_row_is_caught(
         previous = None
         for state in decode_rounds(*args):
             hidden, previous = state.hidden if previous is None else previous, state.hidden
-            yield RowState(state.tokens, state.features, hidden, state.max_depth)
+            yield replace(state, hidden=hidden)
 
     monkeypatch.setattr(parity, "decode_rounds", late)
     with pytest.raises(ParityError, match="disagree"):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import scripts.chat as chat_module
 from drafters import TargetModel
 from inference.generate import Round, plain_generate
-from inference.proposers import build_proposer
+from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.tree import Proposal, TokenTree
 from scripts.chat import COLOURS, RESET, Chat, Printer, TokenText, converse, main, use_colour
@@ -153,7 +153,7 @@ def target() -> TargetModel:
 
 
 def make_chat(target: TargetModel, written: list[str], trace: bool = False) -> Chat:
-    proposer = build_proposer(tiny_head(target), size=8, depth=3, top_k=3)
+    proposer = build_proposer(tiny_head(target), TreeOptions(8, 3, 3))
     return Chat(target, proposer, SamplingParams(), "match", 16, trace, False, written.append)
 
 

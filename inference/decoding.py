@@ -1,0 +1,327 @@
+"""The rounds of speculative decoding: draft, verify, commit.
+
+Legend: B sequences still running, T prompt, N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafters import TargetModel, TargetOutput
+from inference.attention import tree_masks
+from inference.cache import BLOCK, TreeCache
+from inference.processors import Sampler
+from inference.proposers.base import Proposer, Resume, RowState, Session
+from inference.sampling import sample
+from inference.stats import AcceptanceStats
+from inference.stopping import Stopper
+from inference.timing import PhaseTimer
+from inference.tree import TokenTree
+from inference.verify import Verdict, verify
+
+PREFILL_ROWS = 2048
+"""Rows of a prompt that one forward runs: bounds the memory of masks and activations."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one target forward did to one sequence.
+
+    Attributes:
+        row: sequence in the batch.
+        tree: what was proposed.
+        accepted: accepted draft tokens that reached the output.
+        next_token: the recovered or bonus token, or None if the text ended before it.
+        all_accepted: the walk ended at a leaf, so ``next_token`` is a bonus rather than a recovered
+            token.
+    """
+
+    row: int
+    tree: TokenTree
+    accepted: list[int]
+    next_token: int | None
+    all_accepted: bool
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens this round added to the output."""
+        return self.accepted + ([] if self.next_token is None else [self.next_token])
+
+
+@dataclass
+class Keep:
+    """What of each emitted token's law is kept, beside the token.
+
+    Attributes:
+        scores: the scores it was chosen by, after processors and warpers, as `generate`'s.
+        logprobs: its log-probability under the target's own logits.
+    """
+
+    scores: bool = False
+    logprobs: bool = False
+
+
+@dataclass
+class Text:
+    """One sequence of a decoding call.
+
+    Attributes:
+        tokens: prompt and what was emitted.
+        prompt_length: how many were given.
+        limit: longest text.
+        sampler: turns logits into laws.
+        stopper: tells the end.
+        keep: what is recorded.
+        reason: why it ended ("eos", "stop", "length"); None while it runs.
+        state: for the proposer; None once it has ended.
+        scores: (V,) per emitted token, if kept.
+        logprobs: per emitted token, if kept.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    sampler: Sampler
+    stopper: Stopper
+    keep: Keep
+    reason: str | None = None
+    state: RowState | None = None
+    scores: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.reason is None
+
+    def draw_first(self, logits: Tensor) -> None:
+        """Emit the token after the prompt from its logits (V,)."""
+        found = self.sampler.scores(logits, self.tokens)
+        token = sample(self.sampler.law(found), self.sampler.params.seed, len(self.tokens))
+        self.record(token, found, logits)
+        self.tokens.append(token)
+        self.reason = self.stopper.ended(self.tokens)
+
+    def verify(self, tree: TokenTree, logits: Tensor, rule: str) -> Verdict:
+        """Walk down the tree, emit, and note whether the text has ended.
+
+        Args:
+            tree: drafted.
+            logits: (N, V) of its nodes.
+            rule: of acceptance.
+        """
+        start, found = len(self.tokens), {}
+
+        def law(node: int) -> Tensor:
+            path = [tree.token(above) for above in tree.path(node)[1:]]
+            found[node] = self.sampler.scores(logits[node], self.tokens[:start] + path)
+            return self.sampler.law(found[node])
+
+        def ended(path: list[int]) -> bool:
+            self.reason = self.stopper.ended(self.tokens[:start] + path)
+            return self.reason is not None
+
+        seed = self.sampler.params.seed
+        verdict = verify(tree, law, rule, seed, start - 1, ended=ended)
+        emitted = [tree.token(node) for node in verdict.path]
+        if verdict.next_token is not None:
+            emitted.append(verdict.next_token)
+        for token, node in zip(emitted, [0, *verdict.path], strict=False):
+            self.record(token, found[node], logits[node])
+        self.tokens += emitted
+        if verdict.next_token is not None:
+            self.reason = self.stopper.ended(self.tokens)
+        return verdict
+
+    def record(self, token: int, scores: Tensor, logits: Tensor) -> None:
+        """Keep what was asked for of one emitted token."""
+        if self.keep.scores:
+            self.scores.append(scores.clone())
+        if self.keep.logprobs:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            self.logprobs.append(float(wide.log_softmax(-1)[token]))
+
+    def hand_over(self, features: Tensor | None, hidden: Tensor) -> None:
+        """State for the next round, with the target's hidden states of what was committed."""
+        if not self.running:
+            self.state = None
+            return
+        room = self.limit - len(self.tokens) - 1  # the target adds a token of its own
+        self.state = RowState(
+            self.tokens, self.prompt_length, features, hidden, room, self.sampler.params
+        )
+
+
+class Decoding:
+    """State of one speculative call.
+
+    Args:
+        target: the model.
+        proposer: where drafts come from.
+        sequences: what to decode.
+        rule: of acceptance.
+        timer: of the phases.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        proposer: Proposer,
+        sequences: Sequence[Text],
+        rule: str,
+        timer: PhaseTimer,
+    ) -> None:
+        self.target, self.proposer, self.sequences = target, proposer, list(sequences)
+        self.rule, self.timer = rule, timer
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        room = min(max(sequence.limit for sequence in sequences) - longest, 4 * BLOCK)
+        cache = TreeCache(target.model.config, len(sequences), longest + room + 64)
+        live = list(range(len(sequences)))
+        self.session = Session(target, cache, len(sequences), timer, rule, live)
+        self.stats = AcceptanceStats()
+        self.forwards = 0
+        proposer.start(self.session)
+
+    @property
+    def running(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self.session.live)
+
+    def prefill(self) -> None:
+        """Run the prompts as chains and emit each sequence's first token."""
+        outputs: list[list[TargetOutput]] = [[] for _ in self.sequences]
+        prompts = [list(sequence.tokens) for sequence in self.sequences]
+        for start in range(0, max(map(len, prompts)), PREFILL_ROWS):
+            self._prefill_rows([p[start : start + PREFILL_ROWS] for p in prompts], start, outputs)
+        for sequence, parts in zip(self.sequences, outputs, strict=True):
+            sequence.draw_first(parts[-1].logits[0])
+            found = [part.features for part in parts if part.features is not None]
+            features = torch.cat(found) if found else None
+            sequence.hand_over(features, torch.cat([part.last_hidden for part in parts]))
+        self._drop_ended()
+
+    def _prefill_rows(
+        self, rows: list[list[int]], start: int, outputs: list[list[TargetOutput]]
+    ) -> None:
+        """One forward over the same stretch of every prompt; adds each row's part to `outputs`."""
+        cache = self.session.cache
+        width = max(map(len, rows))
+        depths = [torch.arange(len(row)) for row in rows]
+        seen = [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in rows]
+        lasts = torch.tensor(sorted({max(len(row) - 1, 0) for row in rows}))
+        tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        out = self._forward(tokens, depths, seen, width, logits_to_keep=lasts)
+        cache.commit([range(len(row)) for row in rows])
+        column = {int(last): place for place, last in enumerate(lasts)}
+        for index, row in enumerate(rows):
+            if not row:
+                continue
+            count, place = len(row), column[len(row) - 1]
+            outputs[index].append(
+                TargetOutput(
+                    out.logits[index, place : place + 1],
+                    None if out.features is None else out.features[index, :count],
+                    out.last_hidden[index, :count],
+                )
+            )
+
+    def round(self) -> list[Round]:
+        """Draft, verify, commit; every running sequence emits at least one token."""
+        trees = self.proposer.propose([sequence.state for sequence in self.sequences])
+        run = [_drafted(trees[row]) for row in self.session.live]
+        width = max(tree.num_nodes for tree in run)
+        with self.timer.phase("target"):
+            out = self._forward(
+                [tree.tokens for tree in run],
+                [tree.depths for tree in run],
+                [tree.ancestor_mask() for tree in run],
+                width,
+                resume=self.proposer.resume(),
+            )
+        self.forwards += 1
+        rounds, kept = [], []
+        for place, (row, tree) in enumerate(zip(self.session.live, run, strict=True)):
+            sequence = self.sequences[row]
+            verdict = sequence.verify(tree, out.logits[place], self.rule)
+            kept.append([0, *verdict.path])
+            index = torch.tensor(kept[-1], device=out.last_hidden.device)
+            features = None if out.features is None else out.features[place, index]
+            sequence.hand_over(features, out.last_hidden[place, index])
+            rounds.append(self._record(row, tree, verdict))
+        self.session.cache.commit(kept)
+        self._drop_ended()
+        return rounds
+
+    def _record(self, row: int, tree: TokenTree, verdict: Verdict) -> Round:
+        accepted = [tree.token(node) for node in verdict.path]
+        emitted = len(accepted) + (verdict.next_token is not None)
+        self.stats.add_round(int(tree.depths.max()), tree.num_draft_tokens, len(accepted), emitted)
+        leaf = verdict.path[-1] if verdict.path else 0
+        return Round(row, tree, accepted, verdict.next_token, not tree.children(leaf))
+
+    def _drop_ended(self) -> None:
+        """Take sequences that have ended out of the batch: they cost nothing any more."""
+        session = self.session
+        ended = [row for row in session.live if not self.sequences[row].running]
+        if not ended:
+            return
+        still = [place for place, row in enumerate(session.live) if row not in ended]
+        if still:
+            session.cache.select(still)
+        session.live[:] = [session.live[place] for place in still]
+        for row in ended:
+            self.proposer.finish(row, self.sequences[row].tokens)
+
+    def _forward(
+        self,
+        tokens: Sequence[Tensor],
+        depths: Sequence[Tensor],
+        seen: Sequence[Tensor],
+        width: int,
+        logits_to_keep: int | Tensor = 0,
+        resume: Resume | None = None,
+    ) -> TargetOutput:
+        """Append rows to the cache.
+
+        Args:
+            tokens: B lists of up to ``width`` token ids, padded here.
+            depths: B lists of distances from the last committed position.
+            seen: B matrices (N_b, N_b) of who attends to whom.
+            width: rows of the forward.
+            logits_to_keep: rows of logits; 0 keeps all.
+            resume: layers that drafting has run already.
+        """
+        device, cache = self.target.device, self.session.cache
+        ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=device)
+        positions = torch.zeros_like(ids)
+        for row, (some, depth) in enumerate(zip(tokens, depths, strict=True)):
+            ids[row, : len(some)] = some.to(device)
+            positions[row, : len(some)] = cache.lengths[row] + depth.to(device)
+        first = 0 if resume is None else resume.first_layer
+        masks = tree_masks(
+            cache,
+            [matrix.to(device) for matrix in seen],
+            [depth.to(device) for depth in depths],
+            self.target.config,
+            self.target.dtype,
+            first_layer=first,
+        )
+        return self.target.forward(
+            ids,
+            attention_mask=masks,
+            position_ids=positions,
+            cache=cache,
+            feature_layers=self.proposer.feature_layers,
+            logits_to_keep=logits_to_keep,
+            run_layers=None if resume is None else range(first, self.target.num_layers),
+            entering=None if resume is None else resume.entering,
+        )
+
+
+def _drafted(tree: TokenTree | None) -> TokenTree:
+    assert tree is not None, "every running sequence needs a tree, if only its root"
+    return tree

@@ -1,0 +1,316 @@
+"""`model.generate` with drafts: two more arguments, the same output.
+
+    from inference.hf import speculative
+    model.generate(**inputs, max_new_tokens=200, custom_generate=speculative, drafter="my-head")
+
+`generate` prepares inputs, logits processors and stopping criteria as ever, and hands the decoding
+loop to :func:`speculative`.
+
+Letters: B rows, T prompt tokens with padding, n new tokens of the longest row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import (
+    BaseStreamer,
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+
+from inference.generate import Generation, Round, speculative_generate
+from inference.hf.rows import Row, RowEnd, check_sharing, row_samplings, split_rows
+from inference.hf.setup import deliver_everything_to, resolve
+from inference.proposers import TreeOptions
+from inference.stats import AcceptanceStats
+from inference.stopping import Stop
+
+_WITHOUT_EFFECT = {
+    "use_cache": (True, None),
+    "cache_implementation": (None, "dynamic"),
+    "cache_config": (None,),
+    "prefill_chunk_size": (None,),
+    "compile_config": (None,),
+}
+"""Options of the decoding loop that this one replaces, and their values that ask for nothing."""
+
+_UNDERSTOOD = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+"""Inputs of the model that are looked at, or that `generate` always adds."""
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` gives, and what the drafts did.
+
+    `scores` of a row that has ended are 0 at the padding token and -inf elsewhere. `cache` is None:
+    ours cannot be continued by `generate`.
+
+    Attributes:
+        stats: acceptance over all rounds.
+        reasons: why each row ended: "eos", "stop" (a stop string or criterion) or "length".
+        seconds: wall-clock by phase, as in `inference.generate.Generation`.
+        rounds: what happened in each, with `record_rounds=True`.
+    """
+
+    stats: AcceptanceStats | None = None
+    reasons: list[str] | None = None
+    seconds: dict[str, float] | None = None
+    rounds: list[Round] | None = None
+
+
+def speculative(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    *,
+    drafter: Any = None,
+    rule: str = "match",
+    tree: TreeOptions | None = None,
+    seed: int | None = None,
+    record_rounds: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    **model_kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """The decoding loop: give it to `generate` as `custom_generate=`, with its own options.
+
+    Greedy output is that of plain `generate`. Sampled output has the same law, but other random
+    numbers: its tokens are those of `plain_generate` with the same seed. What differs:
+
+    * Processors and criteria are called for one row at a time, padding included, and criteria with
+      None as scores. A processor that keeps state can serve a single row only.
+    * A row that has ended is padded, also where `generate`, without an end-of-sequence token, lets
+      it run on until the last one ends.
+
+    Args:
+        model: the target.
+        input_ids: (B, T) prompts, padded on the left.
+        logits_processor: the whole list, warpers included.
+        stopping_criteria: the whole list.
+        generation_config: the whole config.
+        synced_gpus: not offered.
+        streamer: is given a step of all rows as soon as each row has got there or has ended.
+        drafter: a trained head (`drafters.Drafter`), its folder or hub name, or any
+            `inference.proposers.Proposer`.
+        rule: of acceptance, see `speculative_generate`.
+        tree: what a head drafts.
+        seed: row b draws with seed + b. None draws the seeds from torch's global generator, so that
+            `torch.manual_seed` reproduces.
+        record_rounds: fill `SpeculativeOutput.rounds`.
+        tokenizer: of the model, for stop strings and for proposers that compare tokenizers.
+        assistant_model: not offered.
+        **model_kwargs: `attention_mask` and what `generate` adds.
+
+    Returns:
+        (B, T + n) prompts and new tokens, or a `SpeculativeOutput` that holds them.
+
+    Raises:
+        ValueError: an option that is wrong, not offered or without effect; before any token.
+    """
+    _check_model(model, synced_gpus, assistant_model)
+    _check_options(generation_config, model_kwargs, seed, record_rounds)
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    copies = generation_config.num_return_sequences or 1
+    rows = split_rows(input_ids, mask, positions, copies)
+    padding = generation_config._pad_token_tensor
+    pad = None if padding is None else int(padding)
+    ends, max_new_tokens, stops = _stops(stopping_criteria, rows, input_ids, pad)
+    seeds = _seeds(seed, len(rows)) if generation_config.do_sample else None
+    target, proposer = resolve(model, drafter, tree, tokenizer)
+    check_sharing(logits_processor, rows, rule, target)
+    samplings = row_samplings(logits_processor, rows, seeds, target.device)
+    wanted = generation_config if generation_config.return_dict_in_generate else None
+    found = speculative_generate(
+        target,
+        proposer,
+        [row.prompt for row in rows],
+        max_new_tokens=max_new_tokens,
+        sampling=samplings,
+        rule=rule,
+        stop=stops,
+        on_token=None if streamer is None else _Feed(streamer, ends, pad),
+        output_scores=wanted is not None and bool(wanted.output_scores),
+        record_rounds=record_rounds,
+    )
+    if streamer is not None:
+        streamer.end()
+    sequences = torch.cat((input_ids, _padded(found.sequences, pad).to(input_ids.device)), dim=1)
+    return sequences if wanted is None else _output(found, sequences, pad)
+
+
+deliver_everything_to(speculative)
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def _check_model(model: PreTrainedModel, synced_gpus: bool, assistant_model: Any) -> None:
+    """Refuse models, and company, that this loop cannot decode with."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; speculative decodes causal "
+            "language models only"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    if assistant_model is not None:
+        raise ValueError("assistant_model= and drafter= both draft: give one of them")
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus= is not offered: gather a sharded model onto one device before decoding"
+        )
+
+
+def _check_options(
+    config: GenerationConfig, model_kwargs: dict[str, Any], seed: int | None, record_rounds: bool
+) -> None:
+    """Refuse other ways of decoding, outputs that are not offered, and options without effect."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"the options ask for {mode.value.replace('_', ' ')}, but speculative is greedy or "
+            "samples: leave num_beams, penalty_alpha, prompt_lookup_num_tokens and the like out"
+        )
+    for name in ("output_attentions", "output_hidden_states", "output_logits"):
+        if getattr(config, name):
+            raise ValueError(f"{name}=True is not offered with drafts: leave it out")
+    for name, harmless in _WITHOUT_EFFECT.items():
+        if (value := getattr(config, name)) not in harmless:
+            raise ValueError(
+                f"{name}={value!r} has no effect with drafts, which bring a cache and a loop of "
+                "their own: leave it out"
+            )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(f"seed= must be an integer or None, got {seed!r}")
+    if seed is not None and not config.do_sample:
+        raise ValueError("seed= has no effect on greedy decoding: leave it out, or set do_sample")
+    if record_rounds and not config.return_dict_in_generate:
+        raise ValueError("record_rounds= has no effect without return_dict_in_generate=True")
+    _check_inputs(model_kwargs)
+
+
+def _check_inputs(model_kwargs: dict[str, Any]) -> None:
+    """Refuse inputs other than tokens, and caches with a past."""
+    given = {name for name, value in model_kwargs.items() if value is not None}
+    if others := sorted(given - _UNDERSTOOD):
+        raise ValueError(f"{', '.join(others)}: not offered with drafts, which see tokens only")
+    cache = model_kwargs.get("cache")  # `generate` marks those that it did not make itself
+    if getattr(cache, "_is_user_defined", False):
+        raise ValueError(
+            "cache= (past_key_values=) cannot be given, for drafts need one that rolls back: pass "
+            "the whole text as input_ids"
+        )
+
+
+# What `generate` prepared, for each row ---------------------------------------------------------
+
+
+def _stops(
+    criteria: StoppingCriteriaList, rows: Sequence[Row], input_ids: Tensor, pad: int | None
+) -> tuple[list[RowEnd], int, list[Stop]]:
+    """What ends each row.
+
+    Returns:
+        B criteria that know when their row ended, how many new tokens there may be, and B stops.
+    """
+    length = input_ids.shape[1]
+    limit = min(one.max_length for one in criteria if type(one) is MaxLengthCriteria)
+    tokens = {
+        token
+        for one in criteria
+        if type(one) is EosTokenCriteria
+        for token in one.eos_token_id.tolist()
+        if token >= 0  # -1 is a way to say "none"
+    }
+    others = [one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
+    if pad is None and len(rows) > 1 and (tokens or others):
+        raise ValueError(
+            "pad_token_id= is needed, for rows that end before others are padded; set it in "
+            "generation_config or pass it"
+        )
+    ends = [RowEnd(row, others, tokens, limit) for row in rows]
+    stops = [Stop(tuple(sorted(tokens)), (), (end,)) for end in ends]
+    return ends, max(limit - length, 1), stops
+
+
+def _seeds(seed: int | None, count: int) -> list[int]:
+    """One for each row."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (count,)).tolist()
+    return [seed + row for row in range(count)]
+
+
+class _Feed:
+    """Hands tokens to a streamer as `generate` does: one step of all rows at a time.
+
+    Args:
+        streamer: has been given the prompts by `generate`.
+        ends: of the rows.
+        pad: stands for rows that have ended.
+    """
+
+    def __init__(self, streamer: BaseStreamer, ends: Sequence[RowEnd], pad: int | None) -> None:
+        self.streamer, self.ends, self.pad = streamer, ends, pad
+        self.waiting: list[deque[int]] = [deque() for _ in ends]
+        self.given = [0] * len(ends)
+
+    def __call__(self, row: int, tokens: list[int]) -> None:
+        """Take new tokens of a row."""
+        self.waiting[row].extend(tokens)
+        self.given[row] += len(tokens)
+        while any(self.waiting) and all(map(self._ready, range(len(self.ends)))):
+            step = [tokens.popleft() if tokens else self.pad for tokens in self.waiting]
+            self.streamer.put(torch.tensor(step))
+
+    def _ready(self, row: int) -> bool:
+        return bool(self.waiting[row]) or self.given[row] == self.ends[row].new_tokens
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+def _padded(texts: Sequence[list[int]], pad: int | None) -> Tensor:
+    """(B, n) new tokens."""
+    longest = max(map(len, texts))
+    fill = [] if pad is None else [pad]  # without a padding token all are equally long
+    return torch.tensor([text + fill * (longest - len(text)) for text in texts])
+
+
+def _output(found: Generation, sequences: Tensor, pad: int | None) -> SpeculativeOutput:
+    return SpeculativeOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        scores=_steps(found.scores, pad, sequences.device),
+        stats=found.stats,
+        reasons=found.reasons,
+        seconds=found.seconds,
+        rounds=found.rounds or None,
+    )
+
+
+def _steps(rows: Sequence[Tensor], pad: int | None, device: torch.device) -> Any:
+    """B times (new tokens, V) -> n times (B, V) in float32, as `generate` has them; None if empty."""
+    if not rows:
+        return None
+    shape = (len(rows), max(map(len, rows)), rows[0].shape[-1])
+    steps = torch.full(shape, -torch.inf, device=device)
+    if pad is not None:
+        steps[:, :, pad] = 0.0
+    for row, values in enumerate(rows):
+        steps[row, : len(values)] = values
+    return steps.unbind(dim=1)

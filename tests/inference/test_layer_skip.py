@@ -1,0 +1,314 @@
+"""Drafts from the target's own layers: lossless, and every node runs every layer once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import inference.proposers.layer_skip as layer_skip_module
+from drafters import TargetModel
+from inference.cache import TreeCache
+from inference.generate import Generation, plain_generate, speculative_generate
+from inference.proposers import RowState
+from inference.proposers.layer_skip import LayerSkipProposer, check_split, keep_rows
+from inference.sampling import SamplingParams, probabilities
+from inference.tree import TokenTree
+from tests.inference.drafting import (
+    GREEDY,
+    LENGTHS,
+    NO_END,
+    PROMPTS,
+    SAMPLED,
+    WARPED,
+    Recording,
+    assert_laws_are_fresh,
+    counted_rows,
+    p_value_of_rejection,
+)
+from tests.tiny import tiny_target
+from tests.zoo import float64_throughout, zoo_target
+
+KINDS: dict[str, dict[str, Any]] = {
+    "chain": {"exit_layer": 4},
+    "tree": {"exit_layer": 4, "width": 3},
+    "pruned tree": {"exit_layer": 4, "width": 3, "depth": 4, "size": 7},
+    "subset": {"layers": (0, 1, 3, 5), "width": 2},
+    "without the first": {"layers": (1, 2, 3, 4, 5), "width": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    """Layers do less and less, as in a trained model, so that an early exit is often right."""
+    target = tiny_target()
+    for index, layer in enumerate(target.model.model.layers):
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            weight.data *= 0.6**index
+    return target
+
+
+def decode(target: TargetModel, proposer: Any, **options: Any) -> Generation:
+    defaults: dict[str, Any] = {"max_new_tokens": LENGTHS, "stop": NO_END}
+    return speculative_generate(target, proposer, PROMPTS, **(defaults | options))
+
+
+def plain(target: TargetModel, sampling: SamplingParams) -> list[list[int]]:
+    return plain_generate(
+        target, PROMPTS, max_new_tokens=LENGTHS, sampling=sampling, stop=NO_END
+    ).sequences
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [("match", GREEDY), ("match", SAMPLED), ("coupled", SAMPLED), ("coupled", WARPED)],
+)
+def test_output_is_plain_decodings_own(
+    target: TargetModel, kind: str, rule: str, sampling: SamplingParams
+) -> None:
+    """In a batch of unequal prompts and lengths, and alone."""
+    expected = plain(target, sampling)
+    proposer = LayerSkipProposer(**KINDS[kind])
+    batch = decode(target, proposer, sampling=sampling, rule=rule)
+    assert batch.sequences == expected
+    accepted, drafted = batch.stats.num_accepted_tokens, batch.stats.num_draft_tokens
+    assert 5 < accepted < drafted
+    alone = speculative_generate(
+        target,
+        proposer,
+        PROMPTS[1:2],
+        max_new_tokens=LENGTHS[1],
+        sampling=sampling,
+        rule=rule,
+        stop=NO_END,
+    )
+    assert alone.sequences == expected[1:2]
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "mistral", "qwen3_moe", "gpt2"]
+)
+def test_other_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed windows (8) that the texts leave, layers that return tuples, mixtures of experts."""
+    float64_throughout(monkeypatch)
+    target = zoo_target(name)
+    expected = plain(target, SAMPLED)
+    for options in ({"exit_layer": 3, "width": 2}, {"layers": (0, 1, 3)}):
+        result = decode(target, LayerSkipProposer(**options), sampling=SAMPLED, rule="coupled")
+        assert result.sequences == expected
+        assert result.stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_runs_every_layer_once(target: TargetModel, kind: str) -> None:
+    """Layers below the first skipped one while drafting, the others in verification. With a subset
+    those above it run once more on what was expanded, as layers of the shortened model.
+    """
+    options = {**KINDS[kind], "size": 40}  # nothing is pruned
+    proposer = LayerSkipProposer(**options)
+    first = proposer.first_skipped
+    again = [layer for layer in proposer.layers if layer > first]
+    for prompt in PROMPTS:
+        settings: dict[str, Any] = {"max_new_tokens": 25, "stop": NO_END}
+        speculative_generate(target, proposer, [prompt], **settings)  # probes are over
+        with counted_rows(target) as counts:
+            result = speculative_generate(
+                target, proposer, [prompt], record_rounds=True, **settings
+            )
+        trees = [done.tree for done in result.rounds]
+        once = len(prompt) + sum(tree.num_nodes for tree in trees)
+        expanded = sum(
+            len({0} | {node for node in range(tree.num_nodes) if tree.children(node)})
+            for tree in trees
+        )
+        expected = [once + (layer in again) * expanded for layer in range(target.num_layers)]
+        assert counts == expected
+        assert result.stats.num_accepted_tokens > 5
+
+
+def test_pruned_nodes_cost_the_shared_layers_only(target: TargetModel) -> None:
+    proposer = LayerSkipProposer(**KINDS["pruned tree"])
+    decode(target, proposer)
+    with counted_rows(target) as counts:
+        result = speculative_generate(
+            target, proposer, PROMPTS[:1], max_new_tokens=25, record_rounds=True, stop=NO_END
+        )
+    nodes = sum(done.tree.num_nodes for done in result.rounds)
+    assert counts[4:] == [len(PROMPTS[0]) + nodes] * 2
+    assert counts[0] > counts[4] and counts[:4] == [counts[0]] * 4
+    assert max(done.tree.num_nodes for done in result.rounds) == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_an_early_exit_of_the_text(target: TargetModel, kind: str) -> None:
+    """After any rounds of acceptance the draft law at every node is that of the shortened model,
+    run anew... with the target's own keys and values for the text, which the draft shares.
+    """
+    proposer = LayerSkipProposer(**KINDS[kind])
+    recording = Recording(proposer)
+    result = decode(target, recording, sampling=SAMPLED, rule="rejection")
+    assert result.stats.num_accepted_tokens > 10
+
+    def early_exit(text: list[int]) -> Tensor:
+        return target.forward(torch.tensor([text]), run_layers=proposer.layers).logits[0, -1]
+
+    def on_the_targets_cache(text: list[int]) -> Tensor:
+        length = next(n for n in range(len(text), 0, -1) if tuple(text[:n]) in committed)
+        cache = TreeCache(target.model.config, 1)
+        target.forward(torch.tensor([text[: length - 1]]), cache=cache)
+        cache.commit([range(length - 1)])
+        return target.forward(
+            torch.tensor([text[length - 1 :]]), cache=cache, run_layers=proposer.layers
+        ).logits[0, -1]
+
+    if proposer.layers[-1] < proposer.first_skipped:  # nothing but shared layers
+        assert_laws_are_fresh(recording.drafted, early_exit)
+        return
+    for one in recording.drafted:
+        committed = {tuple(one.tokens)}
+        assert_laws_are_fresh([one], on_the_targets_cache, at_least=0)
+    assert len(recording.drafted) > 10
+
+
+def test_nearly_all_layers_are_nearly_always_right() -> None:
+    target = tiny_target()
+    last = target.model.model.layers[-1]
+    for weight in (last.self_attn.o_proj.weight, last.mlp.down_proj.weight):
+        weight.data *= 1e-3
+    result = decode(target, LayerSkipProposer(target.num_layers - 1))
+    assert result.sequences == plain(target, GREEDY)
+    assert result.stats.num_accepted_tokens >= 0.9 * result.stats.num_draft_tokens
+
+
+def test_rejection_keeps_the_targets_law(target: TargetModel) -> None:
+    sampling = SamplingParams(0.8, seed=100)
+    for draws, width in (("all", 1), ("all", 3), ("one", 2)):
+        proposer = LayerSkipProposer(4, width=width, depth=2, draws=draws)
+        assert p_value_of_rejection(target, proposer, sampling, 400) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"width": 1}, {"width": 3}, {"width": 3, "draws": "one"}])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejection_emits_allowed_tokens_whatever_the_batch(
+    target: TargetModel, options: dict[str, Any], rule: str
+) -> None:
+    """Trees of one batch differ in kind, size and depth: greedy rows, truncated laws, near ends."""
+    if rule == "block" and options["width"] > 1:
+        pytest.skip("chains only")
+    samplings = [WARPED, GREEDY, SAMPLED]
+    proposer = Recording(LayerSkipProposer(4, **options))
+    together = decode(target, proposer, sampling=samplings, rule=rule).sequences
+    sizes = {(len(d.tokens), d.row): d.tree.num_nodes for d in proposer.drafted}
+    assert len(set(sizes.values())) > 2
+    for row, (prompt, new) in enumerate(zip(PROMPTS, together, strict=True)):
+        [alone] = speculative_generate(
+            target,
+            proposer,
+            [prompt],
+            max_new_tokens=LENGTHS[row],
+            sampling=samplings[row],
+            rule=rule,
+            stop=NO_END,
+        ).sequences
+        assert alone == new
+        logits = target.forward(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+        laws = probabilities(logits, samplings[row])
+        assert bool((laws[torch.arange(len(new)), torch.tensor(new)] > 0).all())
+
+
+@pytest.mark.parametrize("bug", ["rows not moved", "no revert", "stream of other rows"])
+def test_planted_bugs_are_seen(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    if bug == "rows not moved":
+
+        def kept(cache: TreeCache, below: int, rows: Sequence[Sequence[int]]) -> None:
+            keep_rows(cache, below, [range(len(some)) for some in rows])
+
+        monkeypatch.setattr(layer_skip_module, "keep_rows", kept)
+    elif bug == "no revert":
+        monkeypatch.setattr(TreeCache, "revert", lambda self, first_layer=0: None)
+    else:
+        gather = layer_skip_module.gather_rows
+        monkeypatch.setattr(
+            layer_skip_module, "gather_rows", lambda hidden, rows: gather(hidden.roll(1, 1), rows)
+        )
+    try:
+        found = decode(target, LayerSkipProposer(**KINDS["subset"])).sequences
+    except (RuntimeError, ValueError, AssertionError):
+        return
+    assert found != plain(target, GREEDY)
+
+
+def test_drafts_do_not_overrun_the_end(target: TargetModel) -> None:
+    recording = Recording(LayerSkipProposer(4, width=2, depth=4))
+    decode(target, recording)
+    depths = [(int(one.tree.depths.max()), one.max_depth) for one in recording.drafted]
+    assert all(depth == min(4, room) for depth, room in depths)
+    assert {room for _, room in depths} >= {0, 1, 4}, "ends at several distances"
+
+
+def test_the_last_position_of_the_target_can_be_reached(target: TargetModel) -> None:
+    """Learned positions have no room for drafts beyond them."""
+    other = zoo_target("gpt2", n_positions=512, max_position_embeddings=512)
+    prompt = [5 + place % 80 for place in range(other.max_length - 9)]
+    options: dict[str, Any] = {"max_new_tokens": [9, 3], "stop": NO_END}
+    prompts = [prompt, PROMPTS[0]]
+    expected = plain_generate(other, prompts, **options).sequences
+    proposer = LayerSkipProposer(3, width=2, depth=4)
+    assert speculative_generate(other, proposer, prompts, **options).sequences == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either exit_layer or layers"),
+        ({"exit_layer": 2, "layers": [0, 1]}, "either exit_layer or layers"),
+        ({"exit_layer": 0}, "exit_layer must be at least 1, got 0"),
+        ({"layers": []}, "different indices from 0, in order"),
+        ({"layers": [1, 0]}, "different indices from 0, in order"),
+        ({"layers": [1, 1]}, "different indices from 0, in order"),
+        ({"layers": [-1, 2]}, "different indices from 0, in order"),
+        ({"exit_layer": 2, "width": 0}, "top_k >= 1"),
+    ],
+)
+def test_layers_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerSkipProposer(**options)
+
+
+@pytest.mark.parametrize("options", [{"exit_layer": 6}, {"layers": range(6)}, {"layers": [0, 6]}])
+def test_layers_that_the_target_does_not_have(target: TargetModel, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="exit_layer between 1 and 5"):
+        decode(target, LayerSkipProposer(**options))
+
+
+def test_a_target_whose_layers_share_more_than_the_stream_is_refused(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_split(target, 3)
+    forward = TargetModel.forward
+
+    def forgetful(self: TargetModel, ids: Tensor, **options: Any) -> Any:
+        if options.get("entering") is not None:
+            options["entering"] = options["entering"] * 1.1 + 0.1
+        return forward(self, ids, **options)
+
+    monkeypatch.setattr(TargetModel, "forward", forgetful)
+    with pytest.raises(ValueError, match="cannot be split at layer 4"):
+        decode(target, LayerSkipProposer(4))
+
+
+def test_nothing_is_kept_after_the_end(target: TargetModel) -> None:
+    """The target's cache can go as soon as the last sequence has ended."""
+
+    class Watched(LayerSkipProposer):
+        def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
+            assert self._session is not None
+            return super().propose(states)
+
+    proposer = Watched(4)
+    decode(target, proposer)
+    assert proposer._session is None and proposer.resume() is None

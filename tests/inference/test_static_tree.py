@@ -1,0 +1,68 @@
+"""Medusa's static trees: from rank paths, and the optimal one against brute force."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from inference.static_tree import optimal_static_tree, static_tree
+
+
+def test_static_tree_from_rank_paths() -> None:
+    tree = static_tree([(1,), (0, 2), (0,), (1, 0), (0, 0), (0, 2, 1)])
+    # order: (0,) (1,) (0,0) (0,2) (1,0) (0,2,1)
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 4]
+    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert tree.ranks.tolist() == [0, 0, 1, 0, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([(0,), (1, 0)], "without its parent"),
+        ([(0,), (0,)], "twice"),
+        ([()], "empty"),
+        ([(-1,)], "negative"),
+    ],
+)
+def test_static_tree_refuses(ranks: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        static_tree(ranks)
+
+
+def best_value_by_brute_force(accuracy: torch.Tensor, size: int) -> float:
+    num_heads, num_ranks = accuracy.shape
+    paths = [
+        path
+        for depth in range(1, num_heads + 1)
+        for path in itertools.product(range(num_ranks), repeat=depth)
+    ]
+    value = {p: math.prod(accuracy[k, r].item() for k, r in enumerate(p)) for p in paths}
+    trees = (
+        chosen
+        for chosen in itertools.combinations(paths, size)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    )
+    return max(sum(value[path] for path in tree) for tree in trees)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_optimal_static_tree_beats_every_other(seed: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    accuracy = torch.rand(2, 3, generator=generator, dtype=torch.float64)  # ranks unsorted
+    tree = optimal_static_tree(accuracy, size)
+    assert len(tree.parents) == size + 1
+    value = [1.0]
+    for node in range(1, size + 1):
+        head, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
+        value.append(value[int(tree.parents[node])] * accuracy[head, rank].item())
+    assert sum(value[1:]) == pytest.approx(best_value_by_brute_force(accuracy, size), abs=1e-12)
+
+
+def test_optimal_static_tree_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="size 7 exceeds the 6 nodes"):
+        optimal_static_tree(torch.full((2, 2), 0.5), 7)
+    with pytest.raises(ValueError, match=r"entries in \[0, 1\]"):
+        optimal_static_tree(torch.full((2, 2), 1.5), 2)
