@@ -39,10 +39,11 @@ check: $(STAMP) ## lint, format and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(STAMP) ## speed against plain decoding: make bench HEAD=<folder> PROMPTS=<file>
-	@test -n "$(HEAD)" && test -n "$(PROMPTS)" || \
-	  { echo 'usage: make bench HEAD=<trained head> PROMPTS=<file.jsonl> [TARGET=$(TARGET)]' >&2; exit 2; }
-	$(RUN) -m scripts.evaluate --target $(TARGET) --head $(HEAD) --prompts $(PROMPTS) $(ARGS)
+bench: $(STAMP) ## race transformers' speculative decoding: make bench PROMPTS=<file> [HEAD=<folder>]
+	@test -n "$(PROMPTS)" || \
+	  { echo 'usage: make bench PROMPTS=<file.jsonl> [HEAD=<trained head>] [TARGET=$(TARGET)]' >&2; exit 2; }
+	$(RUN) -m scripts.benchmark --target $(TARGET) --prompts $(PROMPTS) $(ARGS)
+	$(if $(HEAD),$(RUN) -m scripts.evaluate --target $(TARGET) --head $(HEAD) --prompts $(PROMPTS))
 
 clean: ## remove caches and build files; .venv, targets/ and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

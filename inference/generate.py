@@ -249,7 +249,7 @@ def _texts(
     check_lengths(target, prompts, new)
     samplings = per_sequence("sampling", sampling or SamplingParams(), count)
     stops = per_sequence("stop", stop or Stop(), count)
-    check_processors(samplings, rule, prompts, target.vocab_size)
+    check_processors(samplings, rule, prompts, target.vocab_size, target.device)
     texts = []
     for prompt, number, params, ends in zip(prompts, new, samplings, stops, strict=True):
         length = len(prompt)

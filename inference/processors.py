@@ -183,7 +183,7 @@ def own_processors(
         minimum = params.min_new_tokens
         found.append(MinNewTokensLengthLogitsProcessor(prompt_length, minimum, ends, where))
     for place, token in params.forced_tokens:  # forces at one length, whatever the token means
-        found.append(ForcedEOSTokenLogitsProcessor(prompt_length + place, token, where))
+        found.append(ForcedEOSTokenLogitsProcessor(prompt_length + place + 1, token, where))
     if params.suppress_tokens:
         found.append(SuppressTokensLogitsProcessor(params.suppress_tokens, where))
     if params.begin_suppress_tokens:

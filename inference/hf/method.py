@@ -304,7 +304,7 @@ def _output(found: Generation, sequences: Tensor, pad: int | None) -> Speculativ
 
 
 def _steps(rows: Sequence[Tensor], pad: int | None, device: torch.device) -> Any:
-    """B times (new tokens, V) -> n times (B, V) in float32, as `generate` has them; None if empty."""
+    """B times (new tokens, V) -> n times (B, V) in float32, as in `generate`; None if empty."""
     if not rows:
         return None
     shape = (len(rows), max(map(len, rows)), rows[0].shape[-1])

@@ -18,7 +18,6 @@ from inference.proposers.ngram import one_hot_tree
 from inference.proposers.suffix_automaton import SuffixAutomaton
 from inference.tree import TokenTree
 
-
 NOISE_ALONE = ("match", "coupled")
 """Rules under which the output is a function of target and seed, whatever was drafted."""
 

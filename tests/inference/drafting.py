@@ -1,26 +1,56 @@
 """What the tests of proposers that draft with a causal LM share."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafters import TargetModel
-from inference.generate import speculative_generate
-from inference.proposers import Proposer, RowState, Session
+from inference.generate import Generation, plain_generate, speculative_generate
+from inference.proposers import Proposer, Resume, RowState, Session
 from inference.sampling import SamplingParams, probabilities, sample
 from inference.stopping import Stop
 from inference.tree import TokenTree
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20] * 11]
-LENGTHS = [20, 13, 25]
+LENGTHS = [17, 11, 22]
 NO_END = Stop(token_ids=())
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.8, seed=3)
 WARPED = SamplingParams(0.9, 12, 0.8, 3)
+
+
+def decode(target: TargetModel, proposer: Proposer, **options: Any) -> Generation:
+    """The batch of all prompts, each to a length of its own."""
+    defaults: dict[str, Any] = {"max_new_tokens": LENGTHS, "stop": NO_END}
+    return speculative_generate(target, proposer, PROMPTS, **(defaults | options))
+
+
+def decode_alone(target: TargetModel, proposer: Proposer, row: int, **options: Any) -> list[int]:
+    """One of the prompts."""
+    defaults: dict[str, Any] = {"max_new_tokens": LENGTHS[row], "stop": NO_END}
+    found = speculative_generate(target, proposer, [PROMPTS[row]], **(defaults | options))
+    return found.sequences[0]
+
+
+@functools.cache
+def plain(target: TargetModel, sampling: SamplingParams) -> list[list[int]]:
+    """What the batch must give under rules that promise plain decoding's own tokens."""
+    return plain_generate(
+        target, PROMPTS, max_new_tokens=LENGTHS, sampling=sampling, stop=NO_END
+    ).sequences
+
+
+def assert_allowed(target: TargetModel, row: int, new: list[int], sampling: SamplingParams) -> None:
+    """Every token has a probability under the warped law of the target."""
+    logits = target.forward(torch.tensor([PROMPTS[row] + new])).logits[0, len(PROMPTS[row]) - 1 :]
+    laws = probabilities(logits[:-1], sampling)
+    assert bool((laws[torch.arange(len(new)), torch.tensor(new)] > 0).all())
 
 
 @dataclass
@@ -57,7 +87,7 @@ class Recording(Proposer):
     def finish(self, row: int, tokens: list[int]) -> None:
         self.inner.finish(row, tokens)
 
-    def resume(self):
+    def resume(self) -> Resume | None:
         return self.inner.resume()
 
 

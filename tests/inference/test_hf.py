@@ -42,7 +42,7 @@ from drafters import Drafter, TargetModel, build_drafter
 from inference.generate import plain_generate
 from inference.hf import SpeculativeOutput, speculative
 from inference.hf.rows import split_warpers
-from inference.proposers import Proposer, TreeOptions, build_proposer
+from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.stopping import Stop
 from tests.oracle import NoisyOracle
@@ -209,7 +209,7 @@ class SumCriterion(StoppingCriteria):
     """Ends a row by its text, at different places."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 3
+        return (input_ids[:, -1] + input_ids[:, -2]) % 10 == 0
 
 
 def allowed_tokens(batch_id: int, text: Tensor) -> list[int]:
@@ -300,3 +300,432 @@ def with_length(make: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, An
         return options if "generation_config" in options else {"max_new_tokens": NEW} | options
 
     return full
+
+
+def test_stop_strings_need_the_tokenizer(target: TargetModel, head: Drafter) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(target, BATCHES["one"], head, stop_strings=["a"])
+
+
+def test_rows_that_stop_are_padded_where_there_is_no_eos(
+    target: TargetModel, head: Drafter
+) -> None:
+    """Here plain `generate` lets them run on; up to their ends they are equal."""
+    model = copy.deepcopy(target.model)
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": NEW, "pad_token_id": PAD, "output_scores": True}
+    plain = model.generate(**BATCHES["padded"], **criteria(SumCriterion()), **options)
+    found = model.generate(
+        **BATCHES["padded"],
+        **criteria(SumCriterion()),
+        **options,
+        return_dict_in_generate=True,
+        custom_generate=speculative,
+        drafter=build_proposer(head),
+    )
+    assert found.reasons == ["stop"] * 3
+    assert found.sequences.shape == plain.shape
+    counts = live_steps(plain, WIDTH, {"eos_token_id": 95, **criteria(SumCriterion())})
+    assert len(set(counts)) > 1
+    for row, count in enumerate(counts):
+        assert (
+            found.sequences[row, : WIDTH + count].tolist() == plain[row][: WIDTH + count].tolist()
+        )
+        assert found.sequences[row, WIDTH + count :].unique().tolist() in ([], [PAD])
+    with pytest.raises(ValueError, match="pad_token_id= is needed"):
+        model.generate(
+            **BATCHES["padded"],
+            **criteria(SumCriterion()),
+            max_new_tokens=NEW,
+            custom_generate=speculative,
+            drafter=head,
+        )
+
+
+# Sampled ----------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, tuple[dict[str, Any], SamplingParams]] = {
+    "bare": ({"top_k": 0}, SamplingParams(1.0)),
+    "default": ({}, SamplingParams(1.0, 50)),
+    "warpers": (
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.95},
+        SamplingParams(0.7, 12, 0.9, min_p=0.02, typical_p=0.95),
+    ),
+    "penalties": (
+        {"temperature": 1.4, "top_k": 0, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+        SamplingParams(1.4, repetition_penalty=1.5, no_repeat_ngram_size=2),
+    ),
+    "renormalized": (
+        {"temperature": 0.9, "top_k": 30, "renormalize_logits": True},
+        SamplingParams(0.9, 30),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled"])
+@pytest.mark.parametrize("options", SAMPLED)
+def test_sampled_tokens_are_those_of_plain_decoding(
+    target: TargetModel, head: Drafter, options: str, rule: str
+) -> None:
+    """Row b of the batch with seed + b, whatever stands beside it."""
+    given, params = SAMPLED[options]
+    out = generate(
+        target, BATCHES["padded"], head, do_sample=True, seed=5, rule=rule, **given, eos_token_id=-1
+    )
+    for row, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(**{**vars(params), "seed": 5 + row})
+        plain = plain_generate(
+            target, [prompt], max_new_tokens=NEW, sampling=sampling, stop=Stop(())
+        )
+        assert out[row, WIDTH:].tolist() == plain.sequences[0]
+
+
+def test_samples_come_from_the_global_generator(target: TargetModel, head: Drafter) -> None:
+    def draw() -> list[list[int]]:
+        return generate(
+            target, BATCHES["one"], head, do_sample=True, num_return_sequences=4
+        ).tolist()
+
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    torch.manual_seed(3)
+    assert draw() == first
+    assert len({tuple(row) for row in first + second}) == 8
+    state = torch.get_rng_state()
+    generate(target, BATCHES["one"], head)
+    generate(target, BATCHES["one"], head, do_sample=True, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "drawn from without need"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_rules_are_offered(target: TargetModel, head: Drafter, rule: str) -> None:
+    tree = TreeOptions(5, 4, 1)
+    out = [
+        generate(target, BATCHES["padded"], head, do_sample=True, seed=1, rule=rule, tree=tree)
+        for _ in range(2)
+    ]
+    assert torch.equal(*out)
+
+
+def test_the_prefix_function_is_told_the_prompt(target: TargetModel, head: Drafter) -> None:
+    seen = set()
+
+    def allowed(batch_id: int, text: Tensor) -> list[int]:
+        seen.add(batch_id)
+        assert text[: WIDTH - 1].tolist() == BATCHES["padded"]["input_ids"][batch_id, :-1].tolist()
+        return [10 * batch_id + 10, 10 * batch_id + 11]
+
+    out = generate(
+        target,
+        BATCHES["padded"],
+        head,
+        do_sample=True,
+        num_return_sequences=2,
+        prefix_allowed_tokens_fn=allowed,
+    )
+    assert seen == {0, 1, 2}
+    assert (out[:, WIDTH:] // 10 - 1).tolist() == [[row // 2] * NEW for row in range(6)]
+
+
+def test_warpers_become_fields_only_in_the_order_of_generate() -> None:
+    temperature, top_k, top_p = TemperatureLogitsWarper(0.5), TopKLogitsWarper(4), TopPLogitsWarper
+    own = PositionBias()
+    assert split_warpers([own, temperature, top_k, top_p(0.9)]) == (
+        [own],
+        {"temperature": 0.5, "top_k": 4, "top_p": 0.9},
+    )
+    assert split_warpers([top_k, temperature, top_p(0.9)]) == (
+        [top_k],
+        {"temperature": 0.5, "top_p": 0.9},
+    )
+    last = LogitNormalization()
+    assert split_warpers([temperature, last]) == ([temperature, last], {})
+    odd = [top_p(0.9, min_tokens_to_keep=2), top_p(0.0), TopKLogitsWarper(3, filter_value=-9.0)]
+    for warper in odd:
+        assert split_warpers([temperature, warper]) == ([temperature, warper], {})
+
+
+# Streaming --------------------------------------------------------------------------------------
+
+
+def test_text_streamers(
+    target: TargetModel, head: Drafter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.model.generate(
+        **BATCHES["one"], max_new_tokens=NEW, streamer=TextStreamer(TOKENIZER, skip_prompt=True)
+    )
+    plain = capsys.readouterr().out
+    generate(target, BATCHES["one"], head, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out == plain != ""
+
+
+def test_a_consumer_in_another_thread_sees_the_end(target: TargetModel, head: Drafter) -> None:
+    streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60.0)
+    worker = threading.Thread(
+        target=generate, args=(target, BATCHES["one"], head), kwargs={"streamer": streamer}
+    )
+    worker.start()
+    text = "".join(streamer)
+    worker.join()
+    assert text == TOKENIZER.decode(generate(target, BATCHES["one"], head)[0, 5:])
+
+
+def test_tokens_are_streamed_while_decoding(target: TargetModel, head: Drafter) -> None:
+    """The stopping criteria of a later token already find the earlier ones streamed."""
+    lag = []
+
+    class Watch(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            lag.append(input_ids.shape[1] - 5 - sum(map(len, seen.pieces[1:])))
+            return torch.tensor([False])
+
+    seen = Recorder()
+    drafts = oracle(BATCHES["one"], generate(target, BATCHES["one"], head))
+    generate(target, BATCHES["one"], drafts, streamer=seen, **criteria(Watch()))
+    assert len(lag) == NEW
+    assert 1 < max(lag) <= drafts.depth + 1
+
+
+# Drafters ---------------------------------------------------------------------------------------
+
+
+def generate(target: TargetModel, batch: dict[str, Any], drafter: Any, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "pad_token_id": PAD, **options}
+    return target.model.generate(
+        **{**batch, **options}, custom_generate=speculative, drafter=drafter
+    )
+
+
+def test_a_head_may_be_attached_or_not_or_a_folder(
+    target: TargetModel, head: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = target.model.generate(**BATCHES["one"], max_new_tokens=NEW).tolist()
+    head.save_pretrained(tmp_path / "head")
+    free = type(head)(head.config)
+    free.load_state_dict(head.state_dict())
+    free.double().eval()
+    reads = []
+
+    def read_head(*args: Any) -> Drafter:
+        reads.append(args[0])
+        return read(*args)
+
+    read = inference.hf.setup.read_head
+    monkeypatch.setattr(inference.hf.setup, "read_head", read_head)
+    folder = tmp_path / "head"
+    for drafter in (head, free, build_proposer(head), folder, str(folder)):
+        assert generate(target, BATCHES["one"], drafter).tolist() == plain
+    assert free.target.model is target.model
+    assert reads == [folder], "a folder is read once"
+    head.save_pretrained(folder)
+    assert generate(target, BATCHES["one"], folder).tolist() == plain
+    assert reads == [folder, folder], "and again when it has changed"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_target().model.requires_grad_(True)
+    model.lm_head.weight.requires_grad_(False)
+    before = [parameter.requires_grad for parameter in model.parameters()]
+    names = set(model.state_dict())
+    drafter = build_drafter("medusa", TargetModel(copy.deepcopy(model)), num_heads=2)
+    drafter = type(drafter)(drafter.config).double()
+    out = model.generate(
+        **BATCHES["one"], max_new_tokens=NEW, custom_generate=speculative, drafter=drafter
+    )
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+    assert set(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="attached to another model"):
+        twin.generate(**BATCHES["one"], custom_generate=speculative, drafter=drafter)
+    proposer = build_proposer(drafter)
+    assert torch.equal(
+        twin.generate(
+            **BATCHES["one"], max_new_tokens=NEW, custom_generate=speculative, drafter=proposer
+        ),
+        out,
+    )
+
+
+def test_what_is_kept_for_a_model_goes_with_it(tmp_path: Path) -> None:
+    target = tiny_target()
+    build_drafter("medusa", target, num_heads=2).double().save_pretrained(tmp_path / "head")
+    generate(target, BATCHES["one"], tmp_path / "head")
+    gone = weakref.ref(target.model)
+    del target
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_partial_is_given_streamers_too(target: TargetModel, head: Drafter) -> None:
+    seen = Recorder()
+    out = target.model.generate(
+        **BATCHES["one"],
+        max_new_tokens=NEW,
+        streamer=seen,
+        custom_generate=functools.partial(speculative, drafter=head),
+    )
+    assert [token for piece in seen.pieces[1:] for token in piece] == out[0, 5:].tolist()
+    assert seen.ended == 1
+
+
+def test_other_functions_are_called_as_before(target: TargetModel) -> None:
+    def other(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        assert "tokenizer" not in kwargs and "drafter" not in kwargs
+        return input_ids
+
+    ids = BATCHES["one"]["input_ids"]
+    out = target.model.generate(ids, custom_generate=other, tokenizer=TOKENIZER, max_new_tokens=1)
+    assert out is ids
+
+
+def test_the_output_holds_what_the_drafts_did(target: TargetModel, head: Drafter) -> None:
+    options = {"return_dict_in_generate": True, "record_rounds": True}
+    found = generate(target, BATCHES["padded"], head, **options)
+    plain = target.model.generate(**BATCHES["padded"], max_new_tokens=NEW, pad_token_id=PAD)
+    assert found["sequences"].tolist() == plain.tolist()
+    assert found.reasons == ["length", "length", "eos"]
+    emitted = [len(done.emitted) for done in found.rounds]
+    assert sum(emitted) + 3 == sum(live_steps(plain, WIDTH, {}))  # one each in the prefill
+    assert found.stats.num_drafts == len(emitted)
+    assert {"prefill", "target", "draft", "total"} <= set(found.seconds)
+    assert found.scores is found.logits is found.cache is None
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+class Stateful(LogitsProcessor):
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores + self.calls
+
+
+class ForWholeBatches(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([False, False, True])
+
+
+REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "no drafter": ("drafter= must be", lambda: {"drafter": None}),
+    "number": ("drafter= must be .* got 3", lambda: {"drafter": 3}),
+    "no head": ("drafter='nothing/here'", lambda: {"drafter": "nothing/here"}),
+    "other target": (
+        "drafter=: wrong target",
+        lambda: {"drafter": unattached(tiny_target(hidden=64))},
+    ),
+    "attached elsewhere": (
+        "drafter= is attached to another model",
+        lambda: {"drafter": build_drafter("medusa", tiny_target(), num_heads=2).double()},
+    ),
+    "tree": ("tree= must be TreeOptions", lambda: {"tree": 8}),
+    "tree of a proposer": (
+        "tree= has no effect beside drafter=NoisyOracle",
+        lambda: {"tree": TreeOptions(), "drafter": NoisyOracle([])},
+    ),
+    "rule": ("rule must be one of", lambda: {"rule": "typical"}),
+    "block tree": ("chains", lambda: {"rule": "block", "do_sample": True}),
+    "seed": ("seed= must be an integer", lambda: {"seed": 0.5, "do_sample": True}),
+    "greedy seed": ("seed= has no effect", lambda: {"seed": 1}),
+    "rounds": ("record_rounds= has no effect", lambda: {"record_rounds": True}),
+    "beams": ("ask for beam search", lambda: {"num_beams": 2}),
+    "contrastive": ("ask for contrastive", lambda: {"penalty_alpha": 0.6, "top_k": 4}),
+    "prompt lookup": ("ask for assisted", lambda: {"prompt_lookup_num_tokens": 4}),
+    "assistant": (
+        "assistant_model= and drafter=",
+        lambda: {"assistant_model": tiny_target().model},
+    ),
+    "attentions": (
+        "output_attentions=True is not offered",
+        lambda: {"output_attentions": True, "return_dict_in_generate": True},
+    ),
+    "hidden states": (
+        "output_hidden_states=True is not offered",
+        lambda: {"output_hidden_states": True, "return_dict_in_generate": True},
+    ),
+    "past": ("cache= .* cannot be given", lambda: {"past_key_values": filled_cache()}),
+    "empty past": ("cache= .* cannot be given", lambda: {"past_key_values": DynamicCache()}),
+    "static cache": (
+        "cache_implementation='static' has no effect",
+        lambda: {"cache_implementation": "static"},
+    ),
+    "no cache": ("use_cache=False has no effect", lambda: {"use_cache": False}),
+    "chunks": ("prefill_chunk_size=2 has no effect", lambda: {"prefill_chunk_size": 2}),
+    "embeddings": (
+        "inputs_embeds: not offered",
+        lambda: {"input_ids": None, "inputs_embeds": torch.zeros(3, 8, 32, dtype=torch.float64)},
+    ),
+    "right padding": (
+        "padding on the left",
+        lambda: {"attention_mask": padded(PROMPTS)["attention_mask"].flip(1)},
+    ),
+    "hole": (
+        "padding on the left",
+        lambda: {"attention_mask": torch.tensor([[0, 1, 0, 1, 1, 1, 1, 1]] * 3)},
+    ),
+    "positions": (
+        "position_ids= other than",
+        lambda: {"position_ids": torch.arange(8).expand(3, -1) + 5},
+    ),
+    "too long": ("max_position_embeddings is 512", lambda: {"max_new_tokens": 600}),
+    "sharded": ("synced_gpus= is not offered", lambda: {"synced_gpus": True}),
+    "shared state": (
+        "Stateful keeps state .* all 3 rows",
+        lambda: processors(Stateful()),
+    ),
+    "shared grammar": ("Grammar keeps state .* all 3 rows", lambda: processors(Grammar())),
+    "batch criterion": (
+        "ForWholeBatches gave 3 answers for one row",
+        lambda: criteria(ForWholeBatches()),
+    ),
+    "misspelt": ("unexpected|not used", lambda: {"drafts": 3}),
+}
+
+
+def unattached(target: TargetModel) -> Drafter:
+    head = build_drafter("medusa", target, num_heads=2)
+    return type(head)(head.config).double()
+
+
+def filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    tiny_target().model(torch.tensor([[3, 4]] * 3), past_key_values=cache, use_cache=True)
+    return cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(target: TargetModel, head: Drafter, case: str) -> None:
+    message, make = REFUSED[case]
+    options = {"drafter": head, **make()}
+    with pytest.raises(ValueError, match=message):
+        generate(target, BATCHES["padded"], options.pop("drafter"), **options)
+
+
+def test_state_is_refused_by_name_under_a_rule_that_looks_ahead(
+    target: TargetModel, head: Drafter
+) -> None:
+    options = {"rule": "block", "tree": TreeOptions(5, 4, 1), "do_sample": True}
+    for batch in ("one", "padded one"):
+        with pytest.raises(ValueError, match=r"Stateful keeps state .* 'block'"):
+            generate(target, BATCHES[batch], head, **options, **processors(Stateful()))
+
+
+def test_models_that_are_refused(head: Drafter) -> None:
+    model = tiny_target().model.train()
+    options = {"max_new_tokens": 4, "custom_generate": speculative, "drafter": head}
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
+        model.generate(torch.tensor([[5, 6]]), **options)
+    config = BartConfig(
+        vocab_size=96,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        BartForConditionalGeneration(config).eval().generate(torch.tensor([[5, 6]]), **options)

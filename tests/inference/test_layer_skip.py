@@ -1,5 +1,6 @@
 """Drafts from the target's own layers: lossless, and every node runs every layer once."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,22 +11,25 @@ from torch import Tensor
 import inference.proposers.layer_skip as layer_skip_module
 from drafters import TargetModel
 from inference.cache import TreeCache
-from inference.generate import Generation, plain_generate, speculative_generate
+from inference.generate import plain_generate, speculative_generate
 from inference.proposers import RowState
 from inference.proposers.layer_skip import LayerSkipProposer, check_split, keep_rows
-from inference.sampling import SamplingParams, probabilities
+from inference.sampling import SamplingParams
 from inference.tree import TokenTree
 from tests.inference.drafting import (
     GREEDY,
-    LENGTHS,
     NO_END,
     PROMPTS,
     SAMPLED,
     WARPED,
     Recording,
+    assert_allowed,
     assert_laws_are_fresh,
     counted_rows,
+    decode,
+    decode_alone,
     p_value_of_rejection,
+    plain,
 )
 from tests.tiny import tiny_target
 from tests.zoo import float64_throughout, zoo_target
@@ -41,29 +45,17 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    """Layers do less and less, as in a trained model, so that an early exit is often right."""
+    """Most layers do little, as in a trained model, so that a draft without them is often right."""
     target = tiny_target()
     for index, layer in enumerate(target.model.model.layers):
         for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            weight.data *= 0.6**index
+            weight.data *= 0.6 ** abs(index - 1)
     return target
-
-
-def decode(target: TargetModel, proposer: Any, **options: Any) -> Generation:
-    defaults: dict[str, Any] = {"max_new_tokens": LENGTHS, "stop": NO_END}
-    return speculative_generate(target, proposer, PROMPTS, **(defaults | options))
-
-
-def plain(target: TargetModel, sampling: SamplingParams) -> list[list[int]]:
-    return plain_generate(
-        target, PROMPTS, max_new_tokens=LENGTHS, sampling=sampling, stop=NO_END
-    ).sequences
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rule", "sampling"),
-    [("match", GREEDY), ("match", SAMPLED), ("coupled", SAMPLED), ("coupled", WARPED)],
+    ("rule", "sampling"), [("match", GREEDY), ("coupled", SAMPLED), ("coupled", WARPED)]
 )
 def test_output_is_plain_decodings_own(
     target: TargetModel, kind: str, rule: str, sampling: SamplingParams
@@ -75,16 +67,7 @@ def test_output_is_plain_decodings_own(
     assert batch.sequences == expected
     accepted, drafted = batch.stats.num_accepted_tokens, batch.stats.num_draft_tokens
     assert 5 < accepted < drafted
-    alone = speculative_generate(
-        target,
-        proposer,
-        PROMPTS[1:2],
-        max_new_tokens=LENGTHS[1],
-        sampling=sampling,
-        rule=rule,
-        stop=NO_END,
-    )
-    assert alone.sequences == expected[1:2]
+    assert decode_alone(target, proposer, 1, sampling=sampling, rule=rule) == expected[1]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +93,9 @@ def test_every_node_runs_every_layer_once(target: TargetModel, kind: str) -> Non
     proposer = LayerSkipProposer(**options)
     first = proposer.first_skipped
     again = [layer for layer in proposer.layers if layer > first]
+    accepted = 0
     for prompt in PROMPTS:
-        settings: dict[str, Any] = {"max_new_tokens": 25, "stop": NO_END}
+        settings: dict[str, Any] = {"max_new_tokens": 20, "stop": NO_END}
         speculative_generate(target, proposer, [prompt], **settings)  # probes are over
         with counted_rows(target) as counts:
             result = speculative_generate(
@@ -125,7 +109,8 @@ def test_every_node_runs_every_layer_once(target: TargetModel, kind: str) -> Non
         )
         expected = [once + (layer in again) * expanded for layer in range(target.num_layers)]
         assert counts == expected
-        assert result.stats.num_accepted_tokens > 5
+        accepted += result.stats.num_accepted_tokens
+    assert accepted > 5
 
 
 def test_pruned_nodes_cost_the_shared_layers_only(target: TargetModel) -> None:
@@ -143,33 +128,34 @@ def test_pruned_nodes_cost_the_shared_layers_only(target: TargetModel) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_an_early_exit_of_the_text(target: TargetModel, kind: str) -> None:
-    """After any rounds of acceptance the draft law at every node is that of the shortened model,
-    run anew... with the target's own keys and values for the text, which the draft shares.
+    """After any rounds of acceptance the draft law at every node is what the shortened model gives
+    when it runs the path behind a cache in which the whole target ran the text.
     """
     proposer = LayerSkipProposer(**KINDS[kind])
     recording = Recording(proposer)
     result = decode(target, recording, sampling=SAMPLED, rule="rejection")
     assert result.stats.num_accepted_tokens > 10
 
-    def early_exit(text: list[int]) -> Tensor:
-        return target.forward(torch.tensor([text]), run_layers=proposer.layers).logits[0, -1]
+    def shortened(committed: int, text: list[int]) -> Tensor:
+        cache = TreeCache(target.model.config)
+        target.forward(torch.tensor([text[:committed]]), cache=cache)
+        cache.commit([range(committed)])
+        last = torch.tensor([text[committed:]])
+        return target.forward(last, cache=cache, run_layers=proposer.layers).logits[0, -1]
 
-    def on_the_targets_cache(text: list[int]) -> Tensor:
-        length = next(n for n in range(len(text), 0, -1) if tuple(text[:n]) in committed)
-        cache = TreeCache(target.model.config, 1)
-        target.forward(torch.tensor([text[: length - 1]]), cache=cache)
-        cache.commit([range(length - 1)])
-        return target.forward(
-            torch.tensor([text[length - 1 :]]), cache=cache, run_layers=proposer.layers
-        ).logits[0, -1]
-
-    if proposer.layers[-1] < proposer.first_skipped:  # nothing but shared layers
-        assert_laws_are_fresh(recording.drafted, early_exit)
-        return
     for one in recording.drafted:
-        committed = {tuple(one.tokens)}
-        assert_laws_are_fresh([one], on_the_targets_cache, at_least=0)
-    assert len(recording.drafted) > 10
+        fresh = functools.partial(shortened, len(one.tokens) - 1)
+        assert_laws_are_fresh([one], fresh, at_least=min(one.max_depth, 1))
+
+
+def test_an_early_exit_needs_nothing_of_the_layers_above(target: TargetModel) -> None:
+    recording = Recording(LayerSkipProposer(4))
+    decode(target, recording, sampling=SAMPLED, rule="rejection")
+
+    def early_exit(text: list[int]) -> Tensor:
+        return target.forward(torch.tensor([text]), run_layers=range(4)).logits[0, -1]
+
+    assert_laws_are_fresh(recording.drafted, early_exit)
 
 
 def test_nearly_all_layers_are_nearly_always_right() -> None:
@@ -184,38 +170,30 @@ def test_nearly_all_layers_are_nearly_always_right() -> None:
 
 def test_rejection_keeps_the_targets_law(target: TargetModel) -> None:
     sampling = SamplingParams(0.8, seed=100)
-    for draws, width in (("all", 1), ("all", 3), ("one", 2)):
+    for draws, width in (("all", 3), ("one", 2)):
         proposer = LayerSkipProposer(4, width=width, depth=2, draws=draws)
         assert p_value_of_rejection(target, proposer, sampling, 400) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"width": 1}, {"width": 3}, {"width": 3, "draws": "one"}])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("block", {"width": 1}),
+        ("rejection", {"width": 3}),
+        ("rejection", {"width": 3, "draws": "one"}),
+    ],
+)
 def test_rejection_emits_allowed_tokens_whatever_the_batch(
-    target: TargetModel, options: dict[str, Any], rule: str
+    target: TargetModel, rule: str, options: dict[str, Any]
 ) -> None:
     """Trees of one batch differ in kind, size and depth: greedy rows, truncated laws, near ends."""
-    if rule == "block" and options["width"] > 1:
-        pytest.skip("chains only")
     samplings = [WARPED, GREEDY, SAMPLED]
     proposer = Recording(LayerSkipProposer(4, **options))
     together = decode(target, proposer, sampling=samplings, rule=rule).sequences
-    sizes = {(len(d.tokens), d.row): d.tree.num_nodes for d in proposer.drafted}
-    assert len(set(sizes.values())) > 2
-    for row, (prompt, new) in enumerate(zip(PROMPTS, together, strict=True)):
-        [alone] = speculative_generate(
-            target,
-            proposer,
-            [prompt],
-            max_new_tokens=LENGTHS[row],
-            sampling=samplings[row],
-            rule=rule,
-            stop=NO_END,
-        ).sequences
-        assert alone == new
-        logits = target.forward(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
-        laws = probabilities(logits, samplings[row])
-        assert bool((laws[torch.arange(len(new)), torch.tensor(new)] > 0).all())
+    assert len({one.tree.num_nodes for one in proposer.drafted}) > 1
+    for row, (new, sampling) in enumerate(zip(together, samplings, strict=True)):
+        assert decode_alone(target, proposer, row, sampling=sampling, rule=rule) == new
+        assert_allowed(target, row, new, sampling)
 
 
 @pytest.mark.parametrize("bug", ["rows not moved", "no revert", "stream of other rows"])
@@ -243,11 +221,11 @@ def test_planted_bugs_are_seen(
 
 
 def test_drafts_do_not_overrun_the_end(target: TargetModel) -> None:
-    recording = Recording(LayerSkipProposer(4, width=2, depth=4))
+    recording = Recording(LayerSkipProposer(4, depth=4))
     decode(target, recording)
     depths = [(int(one.tree.depths.max()), one.max_depth) for one in recording.drafted]
     assert all(depth == min(4, room) for depth, room in depths)
-    assert {room for _, room in depths} >= {0, 1, 4}, "ends at several distances"
+    assert len({depth for depth, _ in depths}) > 2, "ends at several distances"
 
 
 def test_the_last_position_of_the_target_can_be_reached(target: TargetModel) -> None:

@@ -233,7 +233,7 @@ def test_the_given_logits_are_not_changed() -> None:
 
     logits = torch.randn(VOCAB)
     before = logits.clone()
-    params = SamplingParams(0.5, top_k=4, repetition_penalty=2.0, processors=(careless,))
+    params = SamplingParams(0.5, top_k=4, processors=(careless,))
     found = Sampler(params, len(PROMPT), [EOS], "cpu").scores(logits, PROMPT)
     assert torch.equal(logits, before) and found[4] == -torch.inf
 

@@ -91,7 +91,9 @@ def test_length_counts_new_tokens_and_an_end_token_wins() -> None:
     assert cut(Stop(), target, [7, 8, 9, 10], limit=3) == ([7, 8, 9], "length")
     assert cut(Stop(), target, [7, 8, EOS], limit=3) == ([7, 8, EOS], "eos")
     assert cut(Stop(strings=("z",)), target, tokens_of("xyz"), limit=3)[1] == "stop"
-    assert cut(Stop(token_ids=None, strings=("a",)), target, [EOS])[1] == "eos"
+    always = MaxLengthCriteria(0)
+    assert cut(Stop(criteria=(always,)), target, [EOS])[1] == "eos"
+    assert cut(Stop(criteria=(always,)), target, [7], limit=1)[1] == "stop"
 
 
 # Strings

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from drafters import TargetModel
 from inference.sampling import SamplingParams
 from scripts.common import (
-    SAMPLING_OPTIONS,
     OPTIONS,
+    SAMPLING_OPTIONS,
     add_options,
     encode_prompts,
     load_prompts,
