@@ -12,6 +12,9 @@ from drafters import TargetModel, TargetOutput
 from inference.attention import tree_masks
 from inference.cache import TreeCache
 
+PREFILL_ROWS = 2048
+"""Rows of a prompt that one forward runs: bounds the memory of masks and activations."""
+
 
 def append_rows(
     model: TargetModel,

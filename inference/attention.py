@@ -113,30 +113,6 @@ def _narrow(
         mask[row, 0, : len(distance), : distance.shape[1]] &= distance < window
 
 
-def tree_attention_mask(
-    lengths: Sequence[int], ancestor_masks: Sequence[Tensor], columns: int
-) -> Tensor:
-    """Which columns of the cache each appended row attends to, in a layer with full attention.
-
-    Args:
-        lengths: committed tokens of each sequence, `TreeCache.lengths`.
-        ancestor_masks: per sequence (N_b, N_b) bool, `TokenTree.ancestor_mask()`; a lower triangle
-            for a prompt. N_b may differ.
-        columns: C, from `TreeCache.columns(N)`; it fixes N.
-
-    Returns:
-        (B, 1, N, C) bool, true where attended; `mask_for` gives the model the form it needs.
-    """
-    num_rows = columns - max(lengths)
-    if len(lengths) != len(ancestor_masks) or num_rows < max(map(len, ancestor_masks)):
-        raise ValueError(
-            f"tree_attention_mask: {len(ancestor_masks)} masks of up to "
-            f"{max(map(len, ancestor_masks))} nodes do not fit {len(lengths)} sequences with "
-            f"{num_rows} rows each; use columns=cache.columns(N) with N the largest tree"
-        )
-    return _mask(lengths, ancestor_masks, columns, pending=0)
-
-
 def mask_for(config: PreTrainedConfig, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask in the form that a model's attention implementation takes.
 
@@ -203,7 +179,10 @@ def check_tree_support(target: TargetModel) -> None:
 
 
 class _Probe:
-    """Two sequences of unequal length, and below each the tree root -> (sibling, 4), 4 -> 5."""
+    """Two sequences of unequal length, and below each the tree root -> (sibling, 4), 4 -> 5.
+
+    Tokens are eighths of the vocabulary; the first ids are often special and hardly trained.
+    """
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -250,7 +229,7 @@ class _Probe:
 
     def _forward(self, tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
         target = self.target
-        ids = torch.tensor(tokens, device=target.device) % target.vocab_size
+        ids = torch.tensor(tokens, device=target.device) * (target.vocab_size // 8)
         try:
             return target.forward(ids, **options).logits
         except torch.OutOfMemoryError:

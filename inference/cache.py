@@ -221,10 +221,6 @@ class TreeCache(Cache):
         self.layer_types = ["sliding_attention" if w else "full_attention" for w in windows]
         super().__init__(layers=[TreeLayer(self.lengths, capacity, w) for w in windows])
 
-    def columns(self, num_rows: int) -> int:
-        """Columns that full attention covers when `num_rows` rows are appended to a sequence."""
-        return max(self.lengths) + num_rows
-
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path of the pending rows of each sequence.
 
@@ -244,15 +240,27 @@ class TreeCache(Cache):
             raise ValueError(f"commit: {len(paths)} paths for {len(self.lengths)} sequences")
         if any(not 0 <= node < min(pending) for path in paths for node in path):
             raise ValueError(f"commit: a path leaves the {min(pending)} appended rows")
-        self._move_to_front(paths)
+        self._move_to_front(paths, self.layers)
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
         self.revert()
         for layer in self.layers:
             layer.trim()
 
-    def _move_to_front(self, paths: Sequence[Sequence[int]]) -> None:
-        """Make the accepted rows contiguous: one gather and one copy per buffer.
+    def arrange(self, rows: Sequence[Sequence[int]], below: int) -> None:
+        """Keep some pending rows of the layers below one, in a new order; forget the others.
+
+        Args:
+            rows: per sequence the pending rows to keep, which become rows 0, 1, ...; what stands
+                behind those of a sequence with fewer than another has no meaning.
+            below: the layer; those below it have the same rows pending.
+        """
+        self._move_to_front(rows, self.layers[:below])
+        for layer in self.layers[:below]:
+            layer.pending = max(map(len, rows))
+
+    def _move_to_front(self, paths: Sequence[Sequence[int]], layers: Sequence[TreeLayer]) -> None:
+        """Make chosen pending rows contiguous: one gather and one copy per buffer.
 
         Rows already in place are left alone, so a chain, and with it a prompt, moves nothing.
         """
@@ -265,7 +273,7 @@ class TreeCache(Cache):
         if not moves:
             return
         indices: dict[tuple[torch.device, int | None], Tensor] = {}
-        for layer in self.layers:
+        for layer in layers:
             assert layer.keys is not None
             kind = (layer.keys.device, layer.window)
             if kind not in indices:  # one copy to the device for all layers alike

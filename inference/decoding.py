@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters import TargetModel, TargetOutput
-from inference.attention import tree_masks
+from inference.append import PREFILL_ROWS, append_rows
 from inference.cache import BLOCK, TreeCache
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
@@ -22,9 +23,6 @@ from inference.stopping import Stopper
 from inference.timing import PhaseTimer
 from inference.tree import TokenTree
 from inference.verify import Verdict, verify
-
-PREFILL_ROWS = 2048
-"""Rows of a prompt that one forward runs: bounds the memory of masks and activations."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ class Decoding:
         outputs: list[list[TargetOutput]] = [[] for _ in self.sequences]
         prompts = [list(sequence.tokens) for sequence in self.sequences]
         for start in range(0, max(map(len, prompts)), PREFILL_ROWS):
-            self._prefill_rows([p[start : start + PREFILL_ROWS] for p in prompts], start, outputs)
+            self._prefill_rows([p[start : start + PREFILL_ROWS] for p in prompts], outputs)
         for sequence, parts in zip(self.sequences, outputs, strict=True):
             sequence.draw_first(parts[-1].logits[0])
             found = [part.features for part in parts if part.features is not None]
@@ -204,17 +202,19 @@ class Decoding:
             sequence.hand_over(features, torch.cat([part.last_hidden for part in parts]))
         self._drop_ended()
 
-    def _prefill_rows(
-        self, rows: list[list[int]], start: int, outputs: list[list[TargetOutput]]
-    ) -> None:
+    def _prefill_rows(self, rows: list[list[int]], outputs: list[list[TargetOutput]]) -> None:
         """One forward over the same stretch of every prompt; adds each row's part to `outputs`."""
         cache = self.session.cache
-        width = max(map(len, rows))
-        depths = [torch.arange(len(row)) for row in rows]
-        seen = [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in rows]
         lasts = torch.tensor(sorted({max(len(row) - 1, 0) for row in rows}))
-        tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
-        out = self._forward(tokens, depths, seen, width, logits_to_keep=lasts)
+        out = append_rows(
+            self.target,
+            cache,
+            [torch.tensor(row, dtype=torch.int64) for row in rows],
+            [torch.arange(len(row)) for row in rows],
+            [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in rows],
+            feature_layers=self.proposer.feature_layers,
+            logits_to_keep=lasts.to(self.target.device),
+        )
         cache.commit([range(len(row)) for row in rows])
         column = {int(last): place for place, last in enumerate(lasts)}
         for index, row in enumerate(rows):
@@ -233,14 +233,16 @@ class Decoding:
         """Draft, verify, commit; every running sequence emits at least one token."""
         trees = self.proposer.propose([sequence.state for sequence in self.sequences])
         run = [_drafted(trees[row]) for row in self.session.live]
-        width = max(tree.num_nodes for tree in run)
+        resume = self.proposer.resume()
         with self.timer.phase("target"):
-            out = self._forward(
+            out = append_rows(
+                self.target,
+                self.session.cache,
                 [tree.tokens for tree in run],
                 [tree.depths for tree in run],
                 [tree.ancestor_mask() for tree in run],
-                width,
-                resume=self.proposer.resume(),
+                feature_layers=self.proposer.feature_layers,
+                **({} if resume is None else self._resumed(resume)),
             )
         self.forwards += 1
         rounds, kept = [], []
@@ -255,6 +257,11 @@ class Decoding:
         self.session.cache.commit(kept)
         self._drop_ended()
         return rounds
+
+    def _resumed(self, resume: Resume) -> dict[str, Any]:
+        """Go on where drafting left the nodes."""
+        layers = range(resume.first_layer, self.target.num_layers)
+        return {"run_layers": layers, "entering": resume.entering}
 
     def _record(self, row: int, tree: TokenTree, verdict: Verdict) -> Round:
         accepted = [tree.token(node) for node in verdict.path]
@@ -275,51 +282,6 @@ class Decoding:
         session.live[:] = [session.live[place] for place in still]
         for row in ended:
             self.proposer.finish(row, self.sequences[row].tokens)
-
-    def _forward(
-        self,
-        tokens: Sequence[Tensor],
-        depths: Sequence[Tensor],
-        seen: Sequence[Tensor],
-        width: int,
-        logits_to_keep: int | Tensor = 0,
-        resume: Resume | None = None,
-    ) -> TargetOutput:
-        """Append rows to the cache.
-
-        Args:
-            tokens: B lists of up to ``width`` token ids, padded here.
-            depths: B lists of distances from the last committed position.
-            seen: B matrices (N_b, N_b) of who attends to whom.
-            width: rows of the forward.
-            logits_to_keep: rows of logits; 0 keeps all.
-            resume: layers that drafting has run already.
-        """
-        device, cache = self.target.device, self.session.cache
-        ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=device)
-        positions = torch.zeros_like(ids)
-        for row, (some, depth) in enumerate(zip(tokens, depths, strict=True)):
-            ids[row, : len(some)] = some.to(device)
-            positions[row, : len(some)] = cache.lengths[row] + depth.to(device)
-        first = 0 if resume is None else resume.first_layer
-        masks = tree_masks(
-            cache,
-            [matrix.to(device) for matrix in seen],
-            [depth.to(device) for depth in depths],
-            self.target.config,
-            self.target.dtype,
-            first_layer=first,
-        )
-        return self.target.forward(
-            ids,
-            attention_mask=masks,
-            position_ids=positions,
-            cache=cache,
-            feature_layers=self.proposer.feature_layers,
-            logits_to_keep=logits_to_keep,
-            run_layers=None if resume is None else range(first, self.target.num_layers),
-            entering=None if resume is None else resume.entering,
-        )
 
 
 def _drafted(tree: TokenTree | None) -> TokenTree:

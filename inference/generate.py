@@ -202,12 +202,15 @@ def check_lengths(
         raise ValueError("prompts: every prompt needs at least one token")
     if min(max_new_tokens) < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {min(max_new_tokens)}")
+    limit = target.length_limit(min(map(len, prompts)))
     for row, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-        if len(prompt) + new > target.max_length:
+        if len(prompt) + new > limit:
+            name = "max_position_embeddings"
+            if limit < target.max_length:
+                name = "original_max_position_embeddings, where its rotary frequencies change,"
             raise ValueError(
                 f"prompt {row} plus max_new_tokens is {len(prompt) + new} tokens but the target's "
-                f"max_position_embeddings is {target.max_length}: shorten the prompt or lower "
-                "max_new_tokens"
+                f"{name} is {limit}: shorten the prompt or lower max_new_tokens"
             )
         if not all(0 <= token < target.vocab_size for token in prompt):
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafters import Eagle3Drafter, MedusaDrafter, TargetModel
-from inference.attention import mask_for, tree_attention_mask
+from inference.append import append_rows
 from inference.cache import TreeCache
 from inference.proposers import RowState
 from inference.proposers.draft_cache import DraftCache
@@ -155,16 +155,12 @@ def decode_rounds(
         parents = list(range(-1, len(true) - 1)) if first else [-1, 0, 0, *range(2, len(true))]
         tree = torch.tensor(parents[: len(nodes)])
         mask = ancestor_mask(tree)
-        depths = mask.sum(1) - 1
-        bias = tree_attention_mask(cache.lengths, [mask], cache.columns(len(nodes))).to(
-            target.device
-        )
-        bias = mask_for(target.config, bias, target.dtype)
-        out = target.forward(
-            torch.tensor([nodes], device=target.device),
-            attention_mask=bias,
-            position_ids=(position + depths)[None].to(target.device),
-            cache=cache,
+        out = append_rows(
+            target,
+            cache,
+            [torch.tensor(nodes)],
+            [mask.sum(1) - 1],
+            [mask],
             feature_layers=layers,
         )
         kept = list(range(len(nodes))) if first else [0, *range(2, len(nodes))]

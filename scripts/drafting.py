@@ -24,7 +24,7 @@ TREE = {"size": 32, "depth": 5, "branch": 8, "draws": "all", "draft_temperature"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "head": {**TREE, "with_ngram": False},
     "ngram": {"size": 32, "depth": 10, "branch": 8},
-    "suffix": {"size": 32, "depth": 16},
+    "suffix": {"size": 32, "depth": 16, "branch": 8},
     "draft-model": {**TREE, "branch": 1, "with_ngram": False},
     "layer-skip": {"depth": 3, "branch": 1, "draws": "all", "draft_temperature": None},
 }

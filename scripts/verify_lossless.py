@@ -17,8 +17,9 @@ and lengths. `block` verifies chains, and is left out where the drafts are trees
 
 Every text of the first two is audited, too: it is run through the target at once, and each token
 must be what the target chooses there, or fall short of it by rounding: 1e-4 in float32 and float64,
---max-ulp units in the last place in bfloat16 and float16, where even plain decoding does not repeat
-itself. A check during which no draft token was accepted is inconclusive: it has tried nothing.
+in bfloat16 and float16 --max-ulp units in the last place, or what plain decoding itself falls short
+by if that is more. A miss of up to four times as much is inconclusive, and so is a check during
+which no draft token was accepted: it has tried nothing.
 
 `--negative-control` runs the third check alone with drafts whose recorded law is wrong, so that
 nearly every draft is accepted; the verdict must then be `not lossless`, or the check has too little

@@ -16,16 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
-from inference.append import append_text
+from inference.append import PREFILL_ROWS, append_text
 from inference.attention import check_tree_support
 from inference.cache import TreeCache
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.growth import Growth, TreeOptions
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
 from inference.tree import TokenTree
-
-PREFILL_ROWS = 2048
-"""Rows of a prompt that one draft forward runs: bounds the memory of masks and activations."""
 
 
 class DraftModelProposer(Proposer):

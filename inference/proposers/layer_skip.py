@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from drafters import TargetModel
-from inference.cache import TreeCache
 from inference.proposers.base import Proposer, Resume, RowState, Session
 from inference.proposers.growth import Growth, TreeOptions
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
@@ -119,7 +118,7 @@ class LayerSkipProposer(Proposer):
             kept = [nodes for _, nodes in finished]
             entering += self._run_leaves(session, trees, kept)
             rows = [[tree.rows[n] for n in nodes] for tree, nodes in zip(trees, kept, strict=True)]
-            keep_rows(session.cache, self.first_skipped, rows)
+            session.cache.arrange(rows, below=self.first_skipped)
             self._resume = Resume(self.first_skipped, gather_rows(torch.cat(entering, dim=1), rows))
         session.cache.revert(first_layer=self.first_skipped)
         found: list[TokenTree | None] = [None] * len(states)
@@ -174,32 +173,6 @@ class LayerSkipProposer(Proposer):
             )
         assert out.features is not None
         return [out.features]
-
-
-def keep_rows(cache: TreeCache, below: int, rows: Sequence[Sequence[int]]) -> None:
-    """Keep some pending rows of the layers below one, in a new order; forget the others.
-
-    Columns are copied, so this is exact. Sequences with fewer rows than others are followed by rows
-    without a meaning.
-
-    Args:
-        cache: with the same rows pending in these layers.
-        below: the layer.
-        rows: per sequence the pending rows to keep, which become rows 0, 1, ...
-    """
-    moves = [
-        (sequence, old, new)
-        for sequence, kept in enumerate(rows)
-        for new, old in enumerate(kept)
-        if new != old
-    ]
-    for layer in cache.layers[:below]:
-        if moves:
-            assert layer.keys is not None
-            columns = [(b, layer.starts[b] + old, layer.starts[b] + new) for b, old, new in moves]
-            sequences, sources, targets = torch.tensor(columns, device=layer.keys.device).T
-            layer.move(sequences, sources, targets)
-        layer.pending = max(map(len, rows))
 
 
 def gather_rows(hidden: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -197,7 +197,7 @@ class SuffixProposer(Proposer):
     branch: int = 8
     max_match: int = 32
     factor: float = 1.0
-    offset: float = 0.0
+    offset: float = 8.0
     min_probability: float = 0.1
     own_weight: float = 2.0
     max_history_tokens: int = 65_536

@@ -23,8 +23,8 @@ from inference.proposers import (
     build_proposer,
 )
 from inference.sampling import SamplingParams
-from inference.stopping import Stop
 from inference.static_tree import static_tree
+from inference.stopping import Stop
 from inference.tree import TokenTree
 from tests.oracle import NoisyOracle
 from tests.tiny import tiny_target

@@ -13,7 +13,7 @@ from drafters import TargetModel
 from inference.cache import TreeCache
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import RowState
-from inference.proposers.layer_skip import LayerSkipProposer, check_split, keep_rows
+from inference.proposers.layer_skip import LayerSkipProposer, check_split
 from inference.sampling import SamplingParams
 from inference.tree import TokenTree
 from tests.inference.drafting import (
@@ -201,11 +201,12 @@ def test_planted_bugs_are_seen(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
     if bug == "rows not moved":
+        arrange = TreeCache.arrange
 
-        def kept(cache: TreeCache, below: int, rows: Sequence[Sequence[int]]) -> None:
-            keep_rows(cache, below, [range(len(some)) for some in rows])
+        def kept(cache: TreeCache, rows: Sequence[Sequence[int]], below: int) -> None:
+            arrange(cache, [range(len(some)) for some in rows], below)
 
-        monkeypatch.setattr(layer_skip_module, "keep_rows", kept)
+        monkeypatch.setattr(TreeCache, "arrange", kept)
     elif bug == "no revert":
         monkeypatch.setattr(TreeCache, "revert", lambda self, first_layer=0: None)
     else:

@@ -23,8 +23,8 @@ from inference.proposers.draft_cache import DraftCache
 from inference.proposers.growth import node_scores, proposal_kind
 from inference.proposers.heads import chain_shape, default_medusa_tree
 from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities
-from inference.timing import PhaseTimer
 from inference.static_tree import static_tree
+from inference.timing import PhaseTimer
 from inference.tree import Proposal, TokenTree
 from tests.tiny import tiny_target
 from training.chat import TokenizedRow
@@ -306,3 +306,85 @@ def test_build_proposer_refuses_what_it_does_not_know(target: TargetModel) -> No
 
     with pytest.raises(ValueError, match="no proposer"):
         build_proposer(object.__new__(type("Other", (), {"family": "other"})))  # type: ignore[arg-type]
+
+
+def test_one_drawn_child_beside_the_likeliest(target: TargetModel, head: Eagle3Drafter) -> None:
+    """Greedy drafts (arXiv:2502.18779): the drawn child comes first, from q without the others."""
+    options = TreeOptions(12, 2, 4, draws="one")
+    sampling = SamplingParams(1.2, seed=5)
+    state = replace(row_state(target, head, IDS), sampling=sampling)
+    proposer = Eagle3Proposer(head, options)
+    begin(proposer, "rejection")
+    [tree] = proposer.propose([state])
+    assert tree is not None and tree.proposal is Proposal.MIXED and tree.draft_probs is not None
+    law = probabilities(training_logits(target, head, IDS, 0), sampling)
+    children = tree.children(0)
+    assert [tree.is_drawn(child) for child in children] == [True] + [False] * (len(children) - 1)
+    sure = [tree.token(child) for child in children[1:]]
+    assert sure == law.topk(len(sure)).indices.tolist() and len(sure) >= 2
+    rest = law.clone()
+    rest[sure] = 0.0
+    assert torch.allclose(tree.draft_probs[0].double(), rest / rest.sum(), atol=1e-7)
+    begin(proposer, "rejection")
+    [greedy] = proposer.propose([replace(state, sampling=SamplingParams())])
+    assert greedy is not None and greedy.proposal is Proposal.ONE_HOT
+
+
+def test_nothing_left_to_draw(target: TargetModel, head: Eagle3Drafter) -> None:
+    """Where the likeliest tokens are all there is, they are the children."""
+    sampling = SamplingParams(1.0, top_k=2, seed=5)
+    state = replace(row_state(target, head, IDS), sampling=sampling)
+    proposer = Eagle3Proposer(head, TreeOptions(9, 2, 4, draws="one"))
+    begin(proposer, "rejection")
+    [tree] = proposer.propose([state])
+    assert tree is not None
+    assert len(tree.children(0)) == 2
+    assert not any(tree.is_drawn(node) for node in range(tree.num_nodes))
+
+
+def test_the_draft_temperature_is_the_heads_own_unless_given(
+    target: TargetModel, head: Eagle3Drafter
+) -> None:
+    sampling = SamplingParams(1.5, seed=4)
+    state = replace(row_state(target, head, IDS), sampling=sampling)
+    logits = training_logits(target, head, IDS, 0)
+    head.config.draft_temperature = 0.5
+    try:
+        for given, used in ((None, 0.5), (2.0, 2.0)):
+            proposer = Eagle3Proposer(head, TreeOptions(4, 3, 1, draft_temperature=given))
+            begin(proposer, "block")
+            [tree] = proposer.propose([state])
+            assert tree is not None and tree.is_chain and tree.draft_probs is not None
+            law = probabilities(logits, replace(sampling, temperature=1.5 * used))
+            assert torch.allclose(tree.draft_probs[0].double(), law, atol=1e-7)
+    finally:
+        head.config.draft_temperature = 1.0
+
+
+def test_blockwise_decoding_is_a_chain_of_heads() -> None:
+    shape = chain_shape(3)
+    assert shape.parents.tolist() == [-1, 0, 1, 2]
+    assert shape.ranks.tolist() == [0, 0, 0, 0]
+
+
+def test_medusa_with_a_draft_vocabulary_smaller_than_its_tree(target: TargetModel) -> None:
+    head = build_drafter("medusa", target, num_heads=2, draft_vocab_size=4).double()
+    head.set_draft_vocab(torch.arange(target.vocab_size))
+    assert isinstance(head, MedusaDrafter)
+    proposer = MedusaProposer(head, size=64)
+    assert int(proposer.shape.ranks.max()) < 4 and len(proposer.shape.parents) == 1 + 4 + 16
+    with pytest.raises(ValueError, match="candidate 4 of a head that ranks only 4"):
+        MedusaProposer(head, static_tree([(4,)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharpness": 0.0}, "sharpness"),
+        ({"draft_temperature": -1.0}, "draft_temperature"),
+        ({"draws": "two"}, "draws"),
+    ],
+)
+def test_tree_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeOptions(**options)

@@ -216,7 +216,7 @@ def test_bool_mask_under_eager_attention_is_caught(
 ) -> None:
     eager = tiny_target(attn="eager")
     checked = objective(eager, family)
-    monkeypatch.setattr(parity, "mask_for", lambda config, mask, dtype: mask)
+    monkeypatch.setattr("inference.attention.mask_for", lambda config, mask, dtype: mask)
     with pytest.raises(ParityError, match="disagree"):
         check_parity(eager, checked, ROW)
 
