@@ -57,10 +57,12 @@ class Keep:
     Attributes:
         scores: the scores it was chosen by, after processors and warpers, as `generate`'s.
         logprobs: its log-probability under the target's own logits.
+        logits: the target's own logits.
     """
 
     scores: bool = False
     logprobs: bool = False
+    logits: bool = False
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Text:
         state: for the proposer; None once it has ended.
         scores: (V,) per emitted token, if kept.
         logprobs: per emitted token, if kept.
+        logits: (V,) per emitted token, if kept.
     """
 
     tokens: list[int]
@@ -90,6 +93,7 @@ class Text:
     state: RowState | None = None
     scores: list[Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
@@ -142,6 +146,8 @@ class Text:
         if self.keep.logprobs:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             self.logprobs.append(float(wide.log_softmax(-1)[token]))
+        if self.keep.logits:
+            self.logits.append(logits.clone())
 
     def hand_over(self, features: Tensor | None, hidden: Tensor) -> None:
         """State for the next round, with the target's hidden states of what was committed."""

@@ -29,6 +29,7 @@ from inference.compare import (
     reference_text,
 )
 from inference.generate import Round, speculative_generate
+from inference.processors import fresh
 from inference.proposers.base import Proposer
 from inference.sampling import SamplingParams
 from inference.stats import AcceptanceStats
@@ -251,7 +252,7 @@ class _Measurement:
             self.proposer,
             [prompt.ids for prompt in prompts],
             max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling,
+            sampling=[fresh(self.sampling) for _ in prompts],
             rule=self.rule,
             on_round=lambda done: rounds[done.row].append(done),
         )

@@ -49,6 +49,7 @@ class Generation:
             warpers; equal to those of `generate`. Empty unless asked for.
         logprobs: per sequence the n log-probabilities of the new tokens under the target's own
             logits, before processors and warpers. Empty unless asked for.
+        logits: per sequence (n, V), the target's own at each new token. Empty unless asked for.
     """
 
     sequences: list[list[int]]
@@ -59,6 +60,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
 
 T = TypeVar("T")
@@ -80,6 +82,7 @@ def speculative_generate(
     on_token: OnToken | None = None,
     output_scores: bool = False,
     output_logprobs: bool = False,
+    output_logits: bool = False,
     record_rounds: bool = False,
 ) -> Generation:
     """Decode with drafts.
@@ -102,6 +105,7 @@ def speculative_generate(
             the prefill, then with those of each round, before `on_round`.
         output_scores: fill `Generation.scores`.
         output_logprobs: fill `Generation.logprobs`.
+        output_logits: fill `Generation.logits`.
         record_rounds: fill `Generation.rounds`.
 
     Raises:
@@ -111,7 +115,13 @@ def speculative_generate(
     if rule not in ALL_RULES:
         raise ValueError(f"rule must be one of {', '.join(ALL_RULES)}; got {rule!r}")
     texts = _texts(
-        target, prompts, max_new_tokens, sampling, stop, Keep(output_scores, output_logprobs), rule
+        target,
+        prompts,
+        max_new_tokens,
+        sampling,
+        stop,
+        Keep(output_scores, output_logprobs, output_logits),
+        rule,
     )
     if rule in LOSSY_RULES:
         warnings.warn(f"rule {rule!r} changes the target's output", LossyWarning, stacklevel=3)
@@ -147,6 +157,7 @@ def plain_generate(
     stop: Stop | Sequence[Stop] | None = None,
     output_scores: bool = False,
     output_logprobs: bool = False,
+    output_logits: bool = False,
 ) -> Generation:
     """One token per forward, one sequence after the other, with transformers' own cache: the slow
     twin.
@@ -159,11 +170,12 @@ def plain_generate(
         stop: None is the target's end-of-sequence tokens.
         output_scores: fill `Generation.scores`.
         output_logprobs: fill `Generation.logprobs`.
+        output_logits: fill `Generation.logits`.
 
     Raises:
         ValueError: empty prompt, or no room within the target's positions.
     """
-    keep = Keep(output_scores, output_logprobs)
+    keep = Keep(output_scores, output_logprobs, output_logits)
     texts = _texts(target, prompts, max_new_tokens, sampling, stop, keep, "match")
     timer, forwards = PhaseTimer(target.device), 0
     for text in texts:
@@ -279,4 +291,5 @@ def _generation(
         rounds=rounds,
         scores=[torch.stack(text.scores) for text in texts] if kept.scores else [],
         logprobs=[text.logprobs for text in texts] if kept.logprobs else [],
+        logits=[torch.stack(text.logits) for text in texts] if kept.logits else [],
     )

@@ -61,8 +61,8 @@ _UNDERSTOOD = {"attention_mask", "position_ids", "cache", "use_cache", "logits_t
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What `generate(return_dict_in_generate=True)` gives, and what the drafts did.
 
-    `scores` of a row that has ended are 0 at the padding token and -inf elsewhere. `cache` is None:
-    ours cannot be continued by `generate`.
+    `scores` and `logits` of a row that has ended are 0 at the padding token and -inf elsewhere.
+    `cache` is None: ours cannot be continued by `generate`.
 
     Attributes:
         stats: acceptance over all rounds.
@@ -133,6 +133,7 @@ def speculative(
         stop=batch.stops,
         on_token=None if streamer is None else _Feed(streamer, batch),
         output_scores=as_dict and bool(generation_config.output_scores),
+        output_logits=as_dict and bool(generation_config.output_logits),
         record_rounds=record_rounds,
     )
     if streamer is not None:
@@ -175,7 +176,7 @@ def _check_options(
             f"the options ask for {mode.value.replace('_', ' ')}, but speculative is greedy or "
             "samples: leave num_beams, penalty_alpha, prompt_lookup_num_tokens and the like out"
         )
-    for name in ("output_attentions", "output_hidden_states", "output_logits"):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise ValueError(f"{name}=True is not offered with drafts: leave it out")
     for name, harmless in _WITHOUT_EFFECT.items():
@@ -308,6 +309,7 @@ def _output(found: Generation, sequences: Tensor, pad: int | None) -> Speculativ
     return SpeculativeOutput(
         sequences=sequences,  # type: ignore[arg-type]
         scores=_steps(found.scores, pad, sequences.device),
+        logits=_steps(found.logits, pad, sequences.device),
         stats=found.stats,
         reasons=found.reasons,
         seconds=found.seconds,

