@@ -134,17 +134,25 @@ def speculative_generate(
     if on_token is not None:
         for row, text in enumerate(texts):
             on_token(row, text.tokens[-1:])
+    rounds = _all_rounds(loop, on_round, on_token, record_rounds)
+    seconds = {**timer.seconds, "total": time.perf_counter() - start}
+    return _generation(texts, loop.stats, seconds, loop.forwards, rounds)
+
+
+def _all_rounds(
+    loop: Decoding, on_round: OnRound | None, on_token: OnToken | None, record: bool
+) -> list[Round]:
+    """Decode to the end; the rounds, if they are to be recorded."""
     rounds: list[Round] = []
     while loop.running:
         for done in loop.round():
-            if record_rounds:
+            if record:
                 rounds.append(done)
             if on_token is not None:
                 on_token(done.row, done.emitted)
             if on_round is not None:
                 on_round(done)
-    seconds = {**timer.seconds, "total": time.perf_counter() - start}
-    return _generation(texts, loop.stats, seconds, loop.forwards, rounds)
+    return rounds
 
 
 @torch.inference_mode()
