@@ -195,17 +195,23 @@ class TargetModel:
         """Longest sequence the positions of the target allow; without a stated limit, none."""
         return getattr(self.config, "max_position_embeddings", None) or sys.maxsize
 
-    def length_limit(self, shortest_prompt: int) -> int:
-        """Longest text to decode in a batch whose shortest prompt has so many tokens.
-
-        Below ``max_length`` with "longrope" (Phi-3): a forward that reaches past the original
-        length has other frequencies at every position, and keys of before do not fit them.
-        """
+    @property
+    def rotary_switch(self) -> int | None:
+        """Length behind which a forward has other frequencies everywhere ("longrope"), or None."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope":
+        longrope = rope.get("rope_type") == "longrope"
+        return rope["original_max_position_embeddings"] if longrope else None
+
+    def length_limit(self, shortest_prompt: int) -> int:
+        """Longest text in a batch with so short a prompt; none may cross `rotary_switch`."""
+        switch = self.rotary_switch
+        if switch is None or shortest_prompt > switch:
             return self.max_length
-        switch = rope["original_max_position_embeddings"]
-        return self.max_length if shortest_prompt > switch else min(self.max_length, switch)
+        return min(self.max_length, switch)
+
+    def has_room(self, prompt_length: int, new_tokens: int) -> bool:
+        """Whether a prompt of so many tokens can be continued by so many, decoded by itself."""
+        return prompt_length + new_tokens <= self.length_limit(prompt_length)
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...) token ids -> (..., D) input embeddings, including any scale the model applies."""

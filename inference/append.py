@@ -1,6 +1,7 @@
 """One forward that appends rows to a `TreeCache`: a stretch of text, a tree, or a level of one.
 
-Legend: B sequences, F new rows of each (padded to the most), m rows pending before them, D hidden.
+Legend: B sequences, F new rows of each (padded to the most), m rows pending before them, T
+tokens of a text, D hidden, V vocabulary.
 """
 
 from collections.abc import Collection, Sequence
@@ -71,30 +72,58 @@ def append_rows(
     )
 
 
+def stretches(model: TargetModel, longest: int) -> list[slice]:
+    """How a text is cut that is too long for one forward.
+
+    Not at all where a model's rotary frequencies depend on how far a forward reaches: behind the
+    switch every row needs those of the whole text.
+
+    Args:
+        model: that runs it.
+        longest: tokens of the longest sequence.
+    """
+    rows = PREFILL_ROWS
+    if (switch := model.rotary_switch) is not None and longest > switch:
+        rows = longest
+    return [slice(start, start + rows) for start in range(0, longest, rows)]
+
+
 def append_text(
-    model: TargetModel, cache: TreeCache, tokens: Sequence[Sequence[int]]
-) -> list[Tensor | None]:
+    model: TargetModel,
+    cache: TreeCache,
+    tokens: Sequence[Sequence[int]],
+    feature_layers: Sequence[int] = (),
+) -> list[TargetOutput | None]:
     """Run a stretch of text of each sequence and commit it.
 
     Args:
         model: whose cache it is; nothing may be pending there.
         cache: appended to.
-        tokens: B lists of token ids, at least one of them not empty.
+        tokens: B lists of T_b token ids, at least one of them not empty.
+        feature_layers: as in `TargetModel.forward`.
 
     Returns:
-        Per sequence the logits (V,) behind its last token; None if it had none.
+        Per sequence, None if it had no tokens: (1, V) logits behind its last token, features
+        (T_b, F·D) and last hidden states (T_b, D).
     """
-    lasts = sorted({len(some) - 1 for some in tokens if some})
+    lasts = {len(some) - 1 for some in tokens if some}
+    alike = len(lasts) == 1
     out = append_rows(
         model,
         cache,
         [torch.tensor(some, dtype=torch.int64) for some in tokens],
         [torch.arange(len(some)) for some in tokens],
         [torch.ones(len(some), len(some), dtype=torch.bool).tril() for some in tokens],
-        logits_to_keep=torch.tensor(lasts, device=model.device),
+        feature_layers=feature_layers,
+        logits_to_keep=torch.tensor(list(lasts), device=model.device) if alike else 1,
     )
     cache.commit([range(len(some)) for some in tokens])
-    return [
-        out.logits[row, lasts.index(len(some) - 1)] if some else None
-        for row, some in enumerate(tokens)
-    ]
+    found: list[TargetOutput | None] = [None] * len(tokens)
+    for row, some in enumerate(tokens):
+        if count := len(some):
+            hidden = out.last_hidden[row, :count]
+            # Every row of logits for every length among the sequences would be B² of them.
+            logits = out.logits[row] if alike else model.project(hidden[-1:])
+            features = None if out.features is None else out.features[row, :count]
+            found[row] = TargetOutput(logits, features, hidden)
+    return found

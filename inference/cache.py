@@ -287,6 +287,10 @@ class TreeCache(Cache):
         for layer in self.layers[first_layer:]:
             layer.pending = 0
 
+    def release(self) -> None:
+        """Free the buffers; the cache cannot be used any more."""
+        self.layers.clear()
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some sequences, pending rows included; the others leave the batch.
 
@@ -323,6 +327,11 @@ def _windows(config: PreTrainedConfig) -> list[int | None]:
                 f"rolled back there ({reason}); only full and sliding-window attention can verify "
                 "trees"
             )
+    if len(layer_types) != len(options):
+        raise ValueError(
+            f"{config.model_type!r}: layer_types names {len(layer_types)} layers, but "
+            f"num_hidden_layers is {len(options)}; make them agree in the config"
+        )
     windows = [
         option["sliding_window"] if layer_type == "sliding_attention" else None
         for layer_type, option in zip(layer_types, options, strict=True)

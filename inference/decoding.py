@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters import TargetModel, TargetOutput
-from inference.append import PREFILL_ROWS, append_rows
+from inference.append import append_rows, append_text, stretches
 from inference.cache import BLOCK, TreeCache
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
@@ -197,48 +197,28 @@ class Decoding:
 
     def prefill(self) -> None:
         """Run the prompts as chains and emit each sequence's first token."""
-        outputs: list[list[TargetOutput]] = [[] for _ in self.sequences]
         prompts = [list(sequence.tokens) for sequence in self.sequences]
-        for start in range(0, max(map(len, prompts)), PREFILL_ROWS):
-            self._prefill_rows([p[start : start + PREFILL_ROWS] for p in prompts], outputs)
+        outputs: list[list[TargetOutput]] = [[] for _ in prompts]
+        for part in stretches(self.target, max(map(len, prompts))):
+            found = append_text(
+                self.target,
+                self.session.cache,
+                [prompt[part] for prompt in prompts],
+                self.proposer.feature_layers,
+            )
+            for parts, out in zip(outputs, found, strict=True):
+                parts += [] if out is None else [out]
         for sequence, parts in zip(self.sequences, outputs, strict=True):
             sequence.draw_first(parts[-1].logits[0])
-            found = [part.features for part in parts if part.features is not None]
-            features = torch.cat(found) if found else None
-            sequence.hand_over(features, torch.cat([part.last_hidden for part in parts]))
+            features = [part.features for part in parts if part.features is not None]
+            hidden = torch.cat([part.last_hidden for part in parts])
+            sequence.hand_over(torch.cat(features) if features else None, hidden)
         self._drop_ended()
-
-    def _prefill_rows(self, rows: list[list[int]], outputs: list[list[TargetOutput]]) -> None:
-        """One forward over the same stretch of every prompt; adds each row's part to `outputs`."""
-        cache = self.session.cache
-        lasts = torch.tensor(sorted({max(len(row) - 1, 0) for row in rows}))
-        out = append_rows(
-            self.target,
-            cache,
-            [torch.tensor(row, dtype=torch.int64) for row in rows],
-            [torch.arange(len(row)) for row in rows],
-            [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in rows],
-            feature_layers=self.proposer.feature_layers,
-            logits_to_keep=lasts.to(self.target.device),
-        )
-        cache.commit([range(len(row)) for row in rows])
-        column = {int(last): place for place, last in enumerate(lasts)}
-        for index, row in enumerate(rows):
-            if not row:
-                continue
-            count, place = len(row), column[len(row) - 1]
-            outputs[index].append(
-                TargetOutput(
-                    out.logits[index, place : place + 1],
-                    None if out.features is None else out.features[index, :count],
-                    out.last_hidden[index, :count],
-                )
-            )
 
     def round(self) -> list[Round]:
         """Draft, verify, commit; every running sequence emits at least one token."""
         trees = self.proposer.propose([sequence.state for sequence in self.sequences])
-        run = [_drafted(trees[row]) for row in self.session.live]
+        run = [self._checked(trees[row]) for row in self.session.live]
         resume = self.proposer.resume()
         with self.timer.phase("target"):
             out = append_rows(
@@ -264,6 +244,17 @@ class Decoding:
         self._drop_ended()
         return rounds
 
+    def _checked(self, tree: TokenTree | None) -> TokenTree:
+        """A running sequence needs a tree, if only its root, of tokens that the target has."""
+        assert tree is not None, "no tree for a running sequence"
+        largest = max(tree.token(node) for node in range(tree.num_nodes))
+        if largest >= self.target.vocab_size:
+            raise ValueError(
+                f"{type(self.proposer).__name__} drafted token {largest}, but the target has "
+                f"{self.target.vocab_size} tokens: was it built for another target?"
+            )
+        return tree
+
     def _resumed(self, resume: Resume) -> dict[str, Any]:
         """Go on where drafting left the nodes."""
         layers = range(resume.first_layer, self.target.num_layers)
@@ -285,11 +276,8 @@ class Decoding:
         still = [place for place, row in enumerate(session.live) if row not in ended]
         if still:
             session.cache.select(still)
+        else:  # whoever keeps the session keeps no keys and values
+            session.cache.release()
         session.live[:] = [session.live[place] for place in still]
         for row in ended:
             self.proposer.finish(row, self.sequences[row].tokens)
-
-
-def _drafted(tree: TokenTree | None) -> TokenTree:
-    assert tree is not None, "every running sequence needs a tree, if only its root"
-    return tree

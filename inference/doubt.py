@@ -20,10 +20,6 @@ from inference.sampling import SamplingParams, gumbel
 NEAR_TIE = 1e-4
 """Gaps of scores below this are put down to rounding."""
 
-EDGE = NEAR_TIE / 4
-"""The same for masses: log-probabilities wrong by NEAR_TIE / 2 move a mass m by at most
-m (1 - m) NEAR_TIE."""
-
 
 def gap_below_best(
     processed: Tensor,

@@ -33,9 +33,7 @@ from inference.processors import fresh
 from inference.proposers.base import Proposer
 from inference.sampling import SamplingParams
 from inference.stats import AcceptanceStats
-
-SAME_TOKENS = ("match", "coupled")
-"""Rules whose output at a temperature equals plain sampling with the same seed."""
+from inference.verify import SAME_TOKENS
 
 
 @dataclass(frozen=True)
@@ -195,8 +193,8 @@ def measure(
     )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    room = target.max_length - max_new_tokens
-    fitting = [prompt for prompt in prompts if len(prompt.ids) <= room]
+    fits = [target.has_room(len(prompt.ids), max_new_tokens) for prompt in prompts]
+    fitting = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
     if not fitting:
         raise ValueError(
             f"prompts: none of {len(prompts)} leaves room for max_new_tokens={max_new_tokens} in "
@@ -206,7 +204,7 @@ def measure(
         greedy=run.sampling.temperature == 0,
         comparable=run.comparable,
         batch_size=batch_size,
-        skipped=[prompt for prompt in prompts if len(prompt.ids) > room],
+        skipped=[prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit],
     )
     run.warm_up(fitting[0])
     with tqdm(total=len(fitting), unit="prompt", disable=None if progress else True) as bar:

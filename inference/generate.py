@@ -88,7 +88,8 @@ def speculative_generate(
     """Decode with drafts.
 
     ``max_new_tokens``, ``sampling`` and ``stop`` may be given once for all sequences or once for
-    each. What a sequence emits does not depend on the others.
+    each. What a sequence emits does not depend on the others; equal prompts with equal sampling
+    parameters, seed included, give equal texts.
 
     Args:
         target: the model whose output it is.
@@ -112,8 +113,7 @@ def speculative_generate(
         ValueError: empty prompt, no room within the target's positions, unknown rule, unsupported
             layers or processors; before any token is produced.
     """
-    if rule not in ALL_RULES:
-        raise ValueError(f"rule must be one of {', '.join(ALL_RULES)}; got {rule!r}")
+    _check_drafts(proposer, rule)
     texts = _texts(
         target,
         prompts,
@@ -205,6 +205,22 @@ def plain_generate(
     return _generation(texts, AcceptanceStats(), seconds, forwards, [])
 
 
+def _check_drafts(proposer: Proposer, rule: str) -> None:
+    """Refuse a rule that does not exist or that the proposer's trees do not suit."""
+    if not isinstance(proposer, Proposer):
+        raise ValueError(
+            f"proposer must be a Proposer, got {type(proposer).__name__}: for a trained head it is "
+            "inference.proposers.build_proposer(head)"
+        )
+    if rule not in ALL_RULES:
+        raise ValueError(f"rule must be one of {', '.join(ALL_RULES)}; got {rule!r}")
+    if rule == "block" and not proposer.chains:
+        raise ValueError(
+            f"rule 'block' verifies chains, and {type(proposer).__name__} drafts trees: let it "
+            "draft one child per node (branch 1, top_k 1, width 1), or use rule 'rejection'"
+        )
+
+
 def check_lengths(
     target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
 ) -> None:
@@ -218,16 +234,20 @@ def check_lengths(
     Raises:
         ValueError: naming the argument.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("prompts: every prompt needs at least one token")
-    if min(max_new_tokens) < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {min(max_new_tokens)}")
+    if not prompts or not all(isinstance(prompt, list | tuple) and prompt for prompt in prompts):
+        raise ValueError(
+            "prompts must be lists of token ids, one for each sequence and none of them empty"
+        )
+    for new in max_new_tokens:
+        if not isinstance(new, int) or new < 1:
+            raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
     limit = target.length_limit(min(map(len, prompts)))
     for row, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
         if len(prompt) + new > limit:
             name = "max_position_embeddings"
             if limit < target.max_length:
-                name = "original_max_position_embeddings, where its rotary frequencies change,"
+                name = "original_max_position_embeddings, where its rotary frequencies change (a "
+                name += "batch must lie on one side: decode longer prompts in a call of their own),"
             raise ValueError(
                 f"prompt {row} plus max_new_tokens is {len(prompt) + new} tokens but the target's "
                 f"{name} is {limit}: shorten the prompt or lower max_new_tokens"

@@ -324,6 +324,11 @@ class WrongLaw(Proposer):
         """Those of the proposer."""
         return self.proposer.feature_layers
 
+    @property
+    def chains(self) -> bool:
+        """As the proposer's."""
+        return self.proposer.chains
+
     def start(self, session: Session) -> None:
         """Start the proposer."""
         self.proposer.start(session)

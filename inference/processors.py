@@ -3,9 +3,11 @@
 The order is that of transformers' `generate`, whose own classes do the work where it has one, so
 that scores equal its `output_scores`. A node of a tree is scored on its own path.
 
-A processor may keep state between calls, as incremental grammar matchers do: it then counts on
-being called once per token, in order. The rules that walk from the root down (`TOP_DOWN`) call it
-exactly as plain decoding would, so the output stays lossless; whatever looks ahead is refused.
+A processor of the user may keep state between calls, as incremental grammar matchers do: it then
+counts on being called once per token of one text, in order, and that is how every rule calls it.
+None of this is found out by trying: any processor is taken to keep state. So one that several
+sequences are given is copied for each before the first call (`apart`), and rules that ask about
+tokens that may never be emitted ask copies (`LookAhead`). What cannot be copied is refused there.
 
 Letters: V target vocabulary, T tokens of prompt and new text.
 """
@@ -14,14 +16,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     LogitsProcessor,
@@ -34,13 +34,17 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
+from inference.copies import copied, name_of
 from inference.sampling import Processor, SamplingParams, law_of, score_dtype, token_ids, warp
+from inference.tree import TokenTree
 
 TOP_DOWN = ("match", "coupled", "rejection")
 """Rules that ask for laws one token after the other, of emitted tokens only."""
 
-PROBE_TOKENS = 4
-"""How far `is_stateful` walks."""
+_FOR_LOOK_AHEAD = (
+    "rules 'block' and 'lossy_typical' ask a copy about tokens that may never be emitted; use "
+    + ", ".join(map(repr, TOP_DOWN))
+)
 
 _OTHER_ROWS = "it needs the scores of a second, unconditional row beside each sequence"
 _CHANNELS = "its rows are the audio channels of one sequence"
@@ -107,7 +111,23 @@ class Sampler:
                 f"processors: {name.__name__} is also what a field of the sampling parameters asks "
                 "for; give one of the two"
             )
-        self._processors: list[Processor] = [*own, *params.processors]
+        self._own: list[Processor] = [*own]
+        self._given = params.processors
+
+    @property
+    def may_keep_state(self) -> bool:
+        """Whether the user gave processors; those that fields ask for are functions of the text."""
+        return bool(self._given)
+
+    def ahead(self) -> Sampler:
+        """Another one that goes on from the state of this one and leaves it as it is.
+
+        Raises:
+            ValueError: a processor that cannot be copied.
+        """
+        other = copy.copy(self)
+        other._given = copied(self._given, _FOR_LOOK_AHEAD)
+        return other
 
     def processed(self, logits: Tensor, text: Sequence[int]) -> Tensor:
         """Logits after the processors, before the warpers.
@@ -120,15 +140,16 @@ class Sampler:
             (V,) in float32, or in float64 if the logits are.
         """
         dtype = score_dtype(logits)
-        if not self._processors:
+        processors = [*self._own, *self._given]
+        if not processors:
             return logits.to(dtype)
         ids = torch.tensor(list(text), device=logits.device)[None]
         scores = logits.to(dtype, copy=True)[None]  # some processors write into what they are given
-        for processor in self._processors:
+        for processor in processors:
             result = processor(ids, scores)
             if not isinstance(result, Tensor) or result.shape != scores.shape:
                 raise ValueError(
-                    f"processors: {_name(processor)} must return scores of shape "
+                    f"processors: {name_of(processor)} must return scores of shape "
                     f"{tuple(scores.shape)}, got {getattr(result, 'shape', type(result))}"
                 )
             scores = result.to(dtype)
@@ -149,6 +170,31 @@ class Sampler:
     def law(self, scores: Tensor) -> Tensor:
         """(V,) `scores` -> (V,) probabilities: one-hot, the lowest index on ties, if greedy."""
         return law_of(scores, self.params)
+
+
+class LookAhead:
+    """Samplers for the nodes of a tree, each with the state that its path leaves behind.
+
+    Args:
+        sampler: stands at the root, and stays as it is.
+        tree: whose nodes are asked for after their parents, each once.
+    """
+
+    def __init__(self, sampler: Sampler, tree: TokenTree) -> None:
+        self.sampler, self.tree = sampler, tree
+        self._samplers: dict[int, Sampler] = {}
+
+    def at(self, node: int) -> Sampler:
+        """What to ask at this node."""
+        if node == 0:
+            found = self.sampler.ahead()
+        else:
+            parent = self.tree.path(node)[-2]
+            found = self._samplers[parent]
+            if len(self.tree.children(parent)) > 1:
+                found = found.ahead()
+        self._samplers[node] = found
+        return found
 
 
 def own_processors(
@@ -192,21 +238,13 @@ def own_processors(
     return found
 
 
-def check_processors(
-    samplings: Sequence[SamplingParams],
-    rule: str,
-    prompts: Sequence[Sequence[int]],
-    vocab_size: int,
-    device: torch.device | str = "cpu",
-) -> None:
+def check_processors(samplings: Sequence[SamplingParams], rule: str, vocab_size: int) -> None:
     """Refuse what would not be lossless, before any token is produced.
 
     Args:
         samplings: one for each sequence.
         rule: of acceptance.
-        prompts: of the sequences.
         vocab_size: V.
-        device: of the logits.
 
     Raises:
         ValueError: naming the field, the processor's class and the way out.
@@ -216,96 +254,23 @@ def check_processors(
             if wrong := [token for token in ids if token >= vocab_size]:
                 raise ValueError(f"{name}: the target has {vocab_size} tokens, but not {wrong[0]}")
         _refuse(params)
-    rows: dict[int, list[int]] = {}
-    known = {id(one): one for params in samplings for one in params.processors}
-    for row, params in enumerate(samplings):
-        for processor in params.processors:
-            rows.setdefault(id(processor), []).append(row)
-    for key, processor in known.items():
-        ahead, shared = rule not in TOP_DOWN, len(rows[key]) > 1
-        if not (ahead or shared):
-            continue
-        if is_stateful(processor, prompts[rows[key][0]], vocab_size, device):
-            raise ValueError(
-                f"processors: {_name(processor)} keeps state between calls, or cannot be copied to "
-                "find out. "
-                + (
-                    f"Rule {rule!r} asks it about tokens that may never be emitted; use "
-                    f"{', '.join(map(repr, TOP_DOWN))}"
-                    if ahead
-                    else f"It cannot serve {len(rows[key])} sequences; give each its own "
-                    "SamplingParams with an object of its own"
-                )
-            )
-
-
-def is_stateful(
-    processor: Processor, prompt: Sequence[int], vocab_size: int, device: torch.device | str = "cpu"
-) -> bool:
-    """Whether a processor is anything but a function of text and scores, as far as can be seen.
-
-    One copy is called along a text, another on the same prefixes in the opposite order: they must
-    agree, and calls after the first must leave no trace in the object. So a processor that merely
-    remembers results counts as stateful, and so does one that cannot be copied.
-    """
-    first, second = _copy(processor), _copy(processor)
-    if first is None or second is None:
-        return True
-    noise = torch.Generator().manual_seed(0)
-    texts, scores = [list(prompt)], []
-    try:
-        for step in range(PROBE_TOKENS):
-            logits = torch.randn(1, vocab_size, generator=noise).to(device)
-            scores.append((logits, _call(first, texts[step], logits)))
-            texts.append([*texts[step], int(scores[step][1].argmax())])
-            if step == 0:
-                before = _state(first)
-        changed = _state(first) != before
-        again = [
-            _call(second, texts[step], scores[step][0]) for step in reversed(range(PROBE_TOKENS))
-        ]
-    except Exception:  # whatever a processor throws when it is called out of order
-        return True
-    agree = all(
-        torch.equal(one, other) for (_, one), other in zip(scores, reversed(again), strict=True)
-    )
-    return changed or not agree
+        if rule not in TOP_DOWN:
+            copied(params.processors, _FOR_LOOK_AHEAD)
 
 
 def fresh(params: SamplingParams) -> SamplingParams:
     """The same with copies of the processors, so that a call does not use the given ones up.
 
-    What cannot be copied (see `is_stateful`) is kept itself.
+    What cannot be copied is kept itself.
     """
-    if not params.processors:
-        return params
-    copies = [(one, _copy(one)) for one in params.processors]
-    kept = tuple(one if copied is None else copied for one, copied in copies)
-    return replace(params, processors=kept)
-
-
-def _copy(processor: Processor) -> Processor | None:
-    """A copy that shares no state; None where that cannot be had, or would copy a model."""
-
-    def bound(item: Any) -> bool:
-        return isinstance(item, nn.Module) or (
-            isinstance(item, FunctionType) and item.__closure__ is not None
-        )
-
-    try:
-        if bound(processor) or any(map(bound, vars(processor).values())):
-            return None
-        return copy.deepcopy(processor)
-    except Exception:  # no __dict__, or not to be copied: every library has its own error
-        return None
-
-
-def _state(processor: Processor) -> bytes:
-    return pickle.dumps(vars(processor))
-
-
-def _call(processor: Processor, text: list[int], logits: Tensor) -> Tensor:
-    return processor(torch.tensor([text], device=logits.device), logits.clone())
+    memo: dict[int, Any] = {}
+    found: list[Processor] = []
+    for processor in params.processors:
+        try:
+            found += copied([processor], "", memo)
+        except ValueError:
+            found.append(processor)
+    return replace(params, processors=tuple(found))
 
 
 def _refuse(params: SamplingParams) -> None:
@@ -314,18 +279,11 @@ def _refuse(params: SamplingParams) -> None:
         for kind in type(processor).__mro__:
             if kind.__name__ in REFUSED:
                 raise ValueError(
-                    f"processors: {_name(processor)} cannot be used: {REFUSED[kind.__name__]}"
+                    f"processors: {name_of(processor)} cannot be used: {REFUSED[kind.__name__]}"
                 )
         try:
             inspect.signature(processor).bind(None, None)
         except TypeError as error:
             raise ValueError(
-                f"processors: {_name(processor)} must be callable with (input_ids, scores): {error}"
+                f"processors: {name_of(processor)} must be callable with (input_ids, scores): {error}"
             ) from error
-
-
-def _name(processor: Processor) -> str:
-    """Its class; for a function, its own name."""
-    if isinstance(processor, FunctionType):
-        return processor.__qualname__
-    return type(processor).__name__

@@ -49,6 +49,10 @@ RULES: dict[str, frozenset[Proposal]] = {
 }
 """The lossless rules, with the proposals for which each is offered; `block` for chains only."""
 
+SAME_TOKENS = ("match", "coupled")
+"""Rules whose output is a function of target and seed, whatever was drafted: plain sampling's own
+tokens. Those of the others follow the target's law."""
+
 ALL_RULES = RULES | LOSSY_RULES
 """Everything that `verify` knows."""
 

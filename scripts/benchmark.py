@@ -8,22 +8,27 @@ Pairs, greedy, each prompt decoded by both right after the other, in turns first
   draft-model    `generate(assistant_model=...)` against the same draft model, chains of K
   early-exit     `generate(assistant_early_exit=E)` against layer skipping, chains of K
 The draft model is `--draft-model`, or the target's first `--draft-first` layers as a model of its
-own. Acceptance is the same on both sides by construction, so the ratio compares the decoders.
+own. Acceptance is the same on both sides by construction, so the ratio compares the decoders; at an
+early exit transformers runs the text up to there again for every draft token, and the ratio says
+more about that than about this project.
 Speeds are whole calls, prefill included. `ratio` is this project's speed over transformers', the
 median over prompts of the two times; above 1 is faster. `identical` counts equal texts, near ties
-apart. The last line is one JSON object. Exit code 1: a text differs by more than rounding.
+apart. The last line is one JSON object. Exit code 1: a text differs by more than rounding, or a
+pair could not be run.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters import TargetModel
 from inference.compare import clean_generation_config, explain_difference
@@ -38,6 +43,7 @@ from scripts.common import (
     MODEL_OPTIONS,
     add_options,
     encode_prompts,
+    fitting,
     load_prompts,
     load_target,
     parser_for,
@@ -72,23 +78,28 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
-    room = target.max_length - args.max_new_tokens
-    prompts = [prompt for prompt in encode_prompts(target, rows) if len(prompt.ids) <= room]
-    if not prompts:
-        raise ValueError(f"--prompts: none fits into the target's {target.max_length} positions")
-    results = [race(target, pair, prompts) for pair in build_pairs(target, args)]
+    prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
+    if args.draft_first >= target.num_layers:
+        raise ValueError(f"--draft-first must be below the target's {target.num_layers} layers")
+    results, failed = [], {}
+    for pair in build_pairs(target, args):
+        try:
+            results.append(race(target, pair, prompts))
+        except Exception as error:  # whatever transformers raises must not cost the other pairs
+            failed[pair.name] = f"{type(error).__name__}: {error}"
+            print(f"{pair.name}: failed: {failed[pair.name]}", file=sys.stderr)
     print(f"{'pair':<15}{'prompts':>8}{'identical':>11}{'theirs':>9}{'ours':>9}{'ratio':>8}")
     for found in results:
         print(f"{found['pair']:<15}{found['prompts']:>8}{found['identical']:>11}", end="")
         print(f"{found['theirs_tokens_per_second']:>9.1f}", end="")
         print(f"{found['ours_tokens_per_second']:>9.1f}{found['ratio']:>8.2f}")
-    record = {"results": results, "threads": torch.get_num_threads()}
+    record = {"results": results, "failed": failed, "threads": torch.get_num_threads()}
     try:
         if args.out is not None:
             write_json_atomic(args.out, {**record, **provenance()})
     finally:
         print_json(record)
-    return 1 if any(found["failures"] for found in results) else 0
+    return 1 if failed or any(found["failures"] for found in results) else 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -144,13 +155,30 @@ def _draft_model(
     if args.draft_model is not None:
         draft = TargetModel.load(args.draft_model, target.dtype, target.device)
     else:
-        first = AutoModelForCausalLM.from_pretrained(
-            args.target, num_hidden_layers=args.draft_first, dtype=target.dtype
-        )
-        draft = TargetModel(first.to(target.device), target.tokenizer)
+        draft = first_layers(args.target, args.draft_first, target)
     vars(draft.model.generation_config).update(_constant(args.draft_length))
     options = TreeOptions(size=args.draft_length + 1, depth=args.draft_length, top_k=1)
     return {"assistant_model": draft.model}, DraftModelProposer(draft, options)
+
+
+def first_layers(name: str, count: int, target: TargetModel) -> TargetModel:
+    """The first layers of a target as a model of its own.
+
+    Args:
+        name: folder or hub id of the target.
+        count: layers, fewer than the target has.
+        target: the model.
+    """
+    config = AutoConfig.from_pretrained(name)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if (types := getattr(text, "layer_types", None)) is not None:
+        text.layer_types = types[:count]
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # the other layers are left out on purpose
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=target.dtype)
+    transformers.logging.set_verbosity(verbosity)
+    return TargetModel(model.to(target.device), target.tokenizer)
 
 
 def _constant(count: int) -> dict[str, Any]:

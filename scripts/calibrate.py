@@ -22,16 +22,22 @@ from tqdm.auto import tqdm
 
 from drafters import MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.draft_temperature import DraftTemperatureFit, fit_draft_temperature
+from inference.draft_temperature import (
+    HIGHEST,
+    LOWEST,
+    DraftTemperatureFit,
+    fit_draft_temperature,
+)
 from inference.evaluation import Prompt
 from inference.generate import Round, speculative_generate
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams, probabilities
 from scripts.common import (
     MODEL_OPTIONS,
-    SAMPLING_OPTIONS,
+    WARPER_OPTIONS,
     add_options,
     encode_prompts,
+    fitting,
     load_prompts,
     load_target,
     parser_for,
@@ -58,11 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("--head: the drafts of a Medusa head are its likeliest tokens, not drawn")
     options = TreeOptions(args.depth + 1, args.depth, 1, draft_temperature=1.0)
     proposer = build_proposer(drafter, options)
-    room = target.max_length - args.max_new_tokens
-    prompts = [prompt for prompt in encode_prompts(target, rows) if len(prompt.ids) <= room]
+    prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
     fit, count = calibrate(target, proposer, prompts, sampling, args.max_new_tokens, args.positions)
     print(f"draft temperature {fit.factor:.3f} times the target's, from {count} positions")
     print(f"overlap {fit.overlap_before:.4f} -> {fit.overlap_after:.4f}")
+    if not 1.05 * LOWEST < fit.factor < HIGHEST / 1.05:
+        print("the best factor is at the end of the search: is this head trained for this target?")
     if config is not None:
         path = Path(args.head) / CONFIG
         write_json_atomic(path, {**config, "draft_temperature": fit.factor})
@@ -75,7 +82,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
     add_options(parser, *MODEL_OPTIONS, "--head", "--prompts", "--limit", "--max-new-tokens")
-    add_options(parser, *SAMPLING_OPTIONS, "--chat-template", temperature=1.0)
+    add_options(parser, "--temperature", *WARPER_OPTIONS, "--seed", temperature=1.0)
+    add_options(parser, "--chat-template")
     parser.add_argument(
         "--depth", type=int, default=3, metavar="N", help="length of the chains (default: 3)"
     )

@@ -262,7 +262,7 @@ class Chat:
         """
         question: Message = {"role": "user", "content": text}
         ids = encode_prompt(self.target.tokenizer, [*self.messages, question])
-        room = self.target.max_length - len(ids)
+        room = self.target.length_limit(len(ids)) - len(ids)
         if room < 1:
             raise ValueError(
                 f"the conversation has {len(ids)} tokens and the target takes "

@@ -153,7 +153,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling options."""
     names = (*WARPER_OPTIONS, *PENALTY_OPTIONS)
     fields = {name.removeprefix("--").replace("-", "_") for name in names}
-    given = {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
+    values = {name: value for name, value in vars(args).items() if name in fields}
+    given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(args.temperature, seed=args.seed, **given)
 
 
@@ -250,6 +251,21 @@ def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[
                 )
         prompts.append(Prompt(list(ids), row["category"], row["id"]))
     return prompts
+
+
+def fitting(target: TargetModel, prompts: Sequence[Prompt], new_tokens: int) -> list[Prompt]:
+    """Prompts that leave room for so many new tokens.
+
+    Raises:
+        ValueError: none does.
+    """
+    kept = [prompt for prompt in prompts if target.has_room(len(prompt.ids), new_tokens)]
+    if not kept:
+        raise ValueError(
+            f"--prompts: none of {len(prompts)} leaves room for {new_tokens} new tokens in the "
+            f"target's {target.max_length} positions: lower --max-new-tokens, or give shorter ones"
+        )
+    return kept
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
 needs no training: `ngram` copies what followed the last tokens before, `suffix` does so from a
 suffix automaton over prompt, output and earlier outputs, `draft-model` asks a smaller model with
 the same tokenizer, `layer-skip` asks the target's own first layers. `--with-ngram` adds copied
-children to the trees of a head, a draft model or skipped layers.
+children to the trees of a head or a draft model.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.proposers import Proposer, TreeOptions, build_proposer
+from inference.proposers import MedusaProposer, Proposer, TreeOptions, build_proposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.growth import DRAWS
@@ -54,7 +54,8 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=int,
         metavar="N",
-        help="nodes per tree, root included (default: 32, or the tree that a head brings along)",
+        help="nodes per tree, root included (default: 32, or the tree that a head brings along); "
+        "with --with-ngram half of them are copied",
     )
     add(
         "--depth",
@@ -113,6 +114,7 @@ def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
         elif given is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect on these drafts, {fixed[name]}: drop it")
+    _check_draws(args)
     vars(args).update(options, proposer=kind)
     return _build(args, kind, drafter, target, options)
 
@@ -148,6 +150,8 @@ def _build(
 ) -> Proposer:
     tree = {"top_k" if name == "branch" else name: value for name, value in options.items()}
     with_ngram = tree.pop("with_ngram", False)
+    if with_ngram and "size" in tree:
+        tree["size"] = max(2, (tree["size"] + 1) // 2)  # the other half is for copied children
     if kind == "ngram":
         return NgramProposer(**options)
     if kind == "suffix":
@@ -163,8 +167,11 @@ def _build(
         proposer = DraftModelProposer(draft, TreeOptions(**tree))
     if not with_ngram:
         return proposer
-    size = tree.get("size", TREE["size"])
-    return ComposedProposer(proposer, NgramProposer(size=size), size=2 * size)
+    if isinstance(proposer, MedusaProposer) and "size" not in options:  # a tree of its own
+        size = len(proposer.shape.parents) + TREE["size"] // 2
+    else:
+        size = options["size"]
+    return ComposedProposer(proposer, NgramProposer(size=size), size=size)
 
 
 def _check_names(args: argparse.Namespace, kind: str) -> None:
@@ -183,6 +190,15 @@ def _check_names(args: argparse.Namespace, kind: str) -> None:
         raise ValueError("--proposer layer-skip needs either --exit-layer or --draft-layers")
     if kind != "layer-skip" and layers != [None, None]:
         raise ValueError("--exit-layer and --draft-layers belong to --proposer layer-skip")
+
+
+def _check_draws(args: argparse.Namespace) -> None:
+    """Options of drawn drafts have no effect where none are drawn."""
+    drawn = args.rule in ("all", "rejection", "block") and args.temperature > 0
+    if args.draws is not None and not drawn:
+        raise ValueError("--draws has an effect with --rule rejection at a --temperature only")
+    if args.draft_temperature is not None and args.temperature == 0:
+        raise ValueError("--draft-temperature has no effect at temperature 0: drop it")
 
 
 def _layers(text: str) -> list[int]:

@@ -44,12 +44,13 @@ from inference.proposers import Proposer
 from inference.sampling import SamplingParams
 from inference.token_check import MAX_ULP, TokenChecker
 from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall
-from inference.verify import RULES
+from inference.verify import RULES, SAME_TOKENS
 from scripts.common import (
     MODEL_OPTIONS,
     SAMPLING_OPTIONS,
     add_options,
     encode_prompts,
+    fitting,
     load_prompts,
     load_target,
     parser_for,
@@ -62,7 +63,6 @@ from scripts.drafting import add_drafting_options, load_proposer
 from training.provenance import provenance
 
 EXIT_CODES = {LOSSLESS: 0, NOT_LOSSLESS: 1, INCONCLUSIVE: 3}
-SAME_TOKENS = ("match", "coupled")
 """Rules that promise the tokens of plain sampling with the same seed."""
 
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     target = load_target(args, args.chat_template)
     proposer = load_proposer(args, target)
     given = encode_prompts(target, rows)
-    prompts = fitting(target, given, args.max_new_tokens)
+    prompts = fitting(target, given, max(args.max_new_tokens, NEW_TOKENS))
     checks, not_tested = run_checks(target, proposer, prompts, sampling, args)
     if len(prompts) < len(given):
         not_tested.append(f"{len(given) - len(prompts)} prompts, which are too long for the target")
@@ -139,19 +139,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def fitting(target: TargetModel, prompts: list[Prompt], max_new_tokens: int) -> list[Prompt]:
-    """Prompts that leave room for the new tokens.
-
-    Raises:
-        ValueError: none does.
-    """
-    room = target.max_length - max(max_new_tokens, NEW_TOKENS)
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= room]
-    if not kept:
-        raise ValueError(f"--prompts: none fits into the target's {target.max_length} positions")
-    return kept
-
-
 def run_checks(
     target: TargetModel,
     proposer: Proposer,
@@ -172,20 +159,15 @@ def run_checks(
     checker = TokenChecker(target, proposer, prompts, args.max_new_tokens, args.max_ulp)
     checks: list[dict[str, Any]] = []
     for rule in RULES if args.rule == "all" else [args.rule]:
-        try:
-            report = checker.run("greedy", rule, SamplingParams(), progress=True)
-            if rule in SAME_TOKENS:
-                same = checker.run("same seed", rule, sampling, args.seeds, progress=True)
-                records = [asdict(report), asdict(same)]
-            else:
-                law = law_record(target, proposer, prompts, sampling, rule, args)
-                records = [asdict(report), law]
-        except ValueError as error:
-            if rule != "block" or args.rule == "block" or "verifies chains" not in str(error):
-                raise
+        if rule == "block" and args.rule == "all" and not proposer.chains:
             not_tested.append("rule `block`, as it verifies chains and these drafts are trees")
             continue
-        checks += records
+        checks.append(asdict(checker.run("greedy", rule, SamplingParams(), progress=True)))
+        if rule in SAME_TOKENS:
+            same = checker.run("same seed", rule, sampling, args.seeds, progress=True)
+            checks.append(asdict(same))
+        else:
+            checks.append(law_record(target, proposer, prompts, sampling, rule, args))
     return checks, not_tested + shallow(checks)
 
 

@@ -24,6 +24,10 @@ class NoisyOracle(Proposer):
     def __init__(self, texts: Sequence[list[int]], depth: int = 4, wrong: bool = True) -> None:
         self.texts, self.depth, self.wrong = texts, depth, wrong
 
+    @property
+    def chains(self) -> bool:
+        return not self.wrong
+
     def start(self, session: Session) -> None:
         assert session.batch_size == len(self.texts)
         self.rule = session.rule

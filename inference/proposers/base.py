@@ -85,6 +85,11 @@ class Proposer(ABC):
         """``hidden_states`` indices of the target that ``RowState.features`` must hold."""
         return ()
 
+    @property
+    def chains(self) -> bool:
+        """Whether its trees never branch; rule ``block`` takes nothing else."""
+        return False
+
     @abstractmethod
     def start(self, session: Session) -> None:
         """Prepare for the sequences of one decoding call; forget those of the last."""

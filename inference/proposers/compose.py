@@ -51,16 +51,7 @@ class ComposedProposer(Proposer):
         return tuple(dict.fromkeys(layers))
 
     def start(self, session: Session) -> None:
-        """Start all members.
-
-        Raises:
-            ValueError: rule "block", which verifies chains.
-        """
-        if session.rule == "block":
-            raise ValueError(
-                "ComposedProposer: rule 'block' verifies chains, and several proposers together "
-                "draft trees; use rule 'rejection'"
-            )
+        """Start all members."""
         for proposer in self.proposers:
             proposer.start(session)
 

@@ -8,6 +8,7 @@ Legend: B sequences still running, V target vocabulary, Vd draft vocabulary.
 """
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
-from inference.append import PREFILL_ROWS, append_text
+from inference.append import append_text, stretches
 from inference.attention import check_tree_support
 from inference.cache import TreeCache
 from inference.proposers.base import Proposer, RowState, Session
@@ -38,12 +39,17 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft: TargetModel, options: TreeOptions | None = None) -> None:
         self.draft, self.options = draft, options or TreeOptions()
-        self._fits: TargetModel | None = None
+        self._fits: weakref.WeakSet[TargetModel] = weakref.WeakSet()
         self._trees: dict[int, Branches] = {}
         self._cache: TreeCache | None = None
         self._session: Session
         self._draft_vocab: Tensor | None = None
         self._warned = False
+
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return self.options.top_k == 1
 
     def start(self, session: Session) -> None:
         """An empty draft cache.
@@ -51,9 +57,9 @@ class DraftModelProposer(Proposer):
         Raises:
             ValueError: the draft model has another tokenizer, or cannot draft trees.
         """
-        if self._fits is not session.target:
+        if session.target not in self._fits:
             check_same_tokenizer(session.target, self.draft)
-            self._fits = session.target
+            self._fits.add(session.target)
         check_tree_support(self.draft)
         capacity = max(layer.capacity for layer in session.cache.layers)
         self._cache = TreeCache(self.draft.model.config, session.batch_size, capacity)
@@ -103,7 +109,7 @@ class DraftModelProposer(Proposer):
         self._trees = dict(zip(self._live, trees, strict=True))
         found: list[TokenTree | None] = [None] * len(states)
         for row, tree in self._trees.items():
-            found[row] = tree.finish()[0]
+            found[row] = tree.growth.finish()[0]
         return found
 
     def _grow(self, cache: TreeCache, trees: Sequence[Branches]) -> None:
@@ -164,18 +170,18 @@ class DraftModelProposer(Proposer):
             for state, length in zip(states, lengths, strict=True)
         ]
         behind: list[Tensor | None] = [None] * len(states)
-        for start in range(0, max(map(len, new)), PREFILL_ROWS):
-            chunks = [some[start : start + PREFILL_ROWS] for some in new]
+        for part in stretches(self.draft, max(map(len, new))):
             with self._session.timer.phase("draft"):
-                found = append_text(self.draft, cache, chunks)
-            behind = [
-                now if now is not None else old for now, old in zip(found, behind, strict=True)
-            ]
+                found = append_text(self.draft, cache, [some[part] for some in new])
+            for row, out in enumerate(found):
+                behind[row] = behind[row] if out is None else out.logits[0]
         return behind
 
     def _columns(self, logits: Tensor) -> Tensor:
-        """Draft logits (..., Vd) of tokens that the target has, where the target is."""
-        return logits[..., : self._session.target.vocab_size].to(self._session.target.device)
+        """Draft logits (..., Vd) of tokens that the target has, where it is, in its precision."""
+        target = self._session.target
+        columns = logits[..., : target.vocab_size].to(target.device)
+        return columns.to(torch.float64 if target.dtype == torch.float64 else torch.float32)
 
 
 def check_same_tokenizer(target: TargetModel, draft: TargetModel) -> None:

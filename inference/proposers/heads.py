@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter, Eagle3Drafter, MedusaDrafter
+from inference.append import PREFILL_ROWS
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.growth import Growth, TreeOptions, draft_law, node_scores, proposal_kind
@@ -40,6 +41,11 @@ class Eagle3Proposer(Proposer):
     def feature_layers(self) -> tuple[int, ...]:
         """The layers the head fuses."""
         return self.drafter.feature_layers
+
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return self.options.top_k == 1
 
     def start(self, session: Session) -> None:
         """One empty draft cache per sequence."""
@@ -73,8 +79,12 @@ class Eagle3Proposer(Proposer):
         positions = torch.arange(start, last, device=device)[None]
         drafter = self.drafter
         with self._timer.phase("draft"):
-            feature = drafter.fuse(state.features[None].to(drafter.fc.weight.dtype))
-            hidden, following = drafter(feature, tokens, positions, cache.extend)
+            for first in range(0, last - start, PREFILL_ROWS):  # bounds the memory of masks
+                part = slice(first, first + PREFILL_ROWS)
+                feature = drafter.fuse(state.features[None, part].to(drafter.fc.weight.dtype))
+                hidden, following = drafter(
+                    feature, tokens[:, part], positions[:, part], cache.extend
+                )
             return drafter.logits(hidden[0, -1:]), following[0, -1:]
 
     @torch.no_grad()
@@ -129,7 +139,7 @@ class Eagle3Proposer(Proposer):
             )
             features = torch.cat((features, new))
             tree.add_children(frontier, logits)
-        return tree.finish()
+        return tree.finish()[0]
 
 
 class MedusaProposer(Proposer):
@@ -167,6 +177,11 @@ class MedusaProposer(Proposer):
                 f"only {columns} tokens (draft_vocab_size): give a narrower tree or a smaller size"
             )
         self._rule, self._timer = "match", PhaseTimer()
+
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return len(self.shape.parents) == int(self.shape.depths.max()) + 1
 
     def start(self, session: Session) -> None:
         """Medusa keeps nothing between rounds."""

@@ -74,6 +74,11 @@ class LayerSkipProposer(Proposer):
         self._session: Session | None = None
         self._resume: Resume | None = None
 
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return self.options.top_k == 1
+
     def start(self, session: Session) -> None:
         """Check that the target can be cut here.
 
@@ -113,7 +118,7 @@ class LayerSkipProposer(Proposer):
             device, vocab_size = session.target.device, session.target.vocab_size
             trees.append(Branches(Growth(self.options, state, session.rule, device, vocab_size)))
         entering = self._grow(session, trees)
-        finished = [tree.finish() for tree in trees]
+        finished = [tree.growth.finish() for tree in trees]
         if self.first_skipped:
             kept = [nodes for _, nodes in finished]
             entering += self._run_leaves(session, trees, kept)

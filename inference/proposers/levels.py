@@ -20,7 +20,7 @@ from drafters import TargetModel, TargetOutput
 from inference.append import append_rows
 from inference.cache import TreeCache
 from inference.proposers.growth import Growth
-from inference.tree import TokenTree, ancestor_mask, rerank
+from inference.tree import ancestor_mask
 
 
 class Branches:
@@ -93,14 +93,6 @@ class Branches:
                 break
             path.append(row)
         return path
-
-    def finish(self) -> tuple[TokenTree, list[int]]:
-        """The tree to verify, and the candidate that each of its nodes is."""
-        growth = self.growth
-        if growth.draws:
-            return growth.everything(), list(range(len(growth.candidates.tokens)))
-        tree, kept = rerank(growth.candidates, growth.options.size - 1, growth.kind)
-        return tree, kept.tolist()
 
 
 def run_nodes(

@@ -127,6 +127,11 @@ class NgramProposer(Proposer):
         self.max_ngram, self.min_ngram, self.occurrence = max_ngram, min_ngram, occurrence
         self._indices: dict[int, NgramIndex] = {}
 
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return self.branch == 1
+
     def start(self, session: Session) -> None:
         """An empty index for each sequence."""
         self._indices = {

@@ -9,17 +9,17 @@ Legend: L tokens of a text, m length of a match, D estimated probability of a no
 """
 
 import heapq
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from drafters import TargetModel
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.ngram import one_hot_tree
 from inference.proposers.suffix_automaton import SuffixAutomaton
 from inference.tree import TokenTree
-
-NOISE_ALONE = ("match", "coupled")
-"""Rules under which the output is a function of target and seed, whatever was drafted."""
+from inference.verify import SAME_TOKENS
 
 
 class History:
@@ -205,6 +205,7 @@ class SuffixProposer(Proposer):
     _ended: list[list[int]] = field(default_factory=list, init=False, repr=False)
     _rows: dict[int, _Row] = field(default_factory=dict, init=False, repr=False)
     _rule: str = field(default="match", init=False, repr=False)
+    _target: "weakref.ref[TargetModel] | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -233,8 +234,16 @@ class SuffixProposer(Proposer):
         """Longest run whose count is looked at: a match and a path below it."""
         return self.max_match + self.depth
 
+    @property
+    def chains(self) -> bool:
+        """Whether no node has a second child."""
+        return self.branch == 1
+
     def start(self, session: Session) -> None:
-        """The texts of the last call join the past outputs."""
+        """The texts of the last call join the past outputs; those of another target go."""
+        if self._target is None or self._target() is not session.target:
+            self._history, self._ended = History(self.max_history_tokens, self._counted), []
+            self._target = weakref.ref(session.target)
         for text in self._ended:
             self._history.add(text)
         self._ended, self._rows, self._rule = [], {}, session.rule
@@ -253,7 +262,7 @@ class SuffixProposer(Proposer):
             self._ended.append(tokens[max(known.prompt_length - self.max_match, 0) :])
 
     def _new_row(self, state: RowState) -> _Row:
-        safe = self._rule in NOISE_ALONE or state.sampling.temperature == 0
+        safe = self._rule in SAME_TOKENS or state.sampling.temperature == 0
         past = self._history.automaton if safe else SuffixAutomaton(self._counted)
         return _Row(state.prompt_length, SuffixAutomaton(self._counted), past)
 

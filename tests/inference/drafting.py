@@ -71,6 +71,10 @@ class Recording(Proposer):
         self.inner = inner
         self.drafted: list[Drafted] = []
 
+    @property
+    def chains(self) -> bool:
+        return self.inner.chains
+
     def start(self, session: Session) -> None:
         self.drafted = []
         self.inner.start(session)

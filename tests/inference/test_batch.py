@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import inference.decoding as decoding_module
 from drafters import TargetModel, TargetOutput
 from inference.generate import Generation, plain_generate, speculative_generate
 from inference.proposers import Proposer, RowState
+from inference.proposers.layer_skip import LayerSkipProposer
+from inference.proposers.ngram import NgramProposer
+from inference.proposers.suffix import SuffixProposer
 from inference.sampling import SamplingParams
 from inference.stopping import Stop
 from inference.tree import TokenTree
 from tests.oracle import NoisyOracle
 from tests.tiny import tiny_target
+from tests.zoo import zoo_target
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20] * 11, [44, 2, 17, 60]]
 LENGTHS = [9, 30, 4, 23]
@@ -132,7 +135,7 @@ def test_a_prompt_longer_than_one_forward(
     """Prompts run in stretches; rows that have run out of prompt wait."""
     whole = decode(target, texts, range(4))
     for rows in (1, 3, 4, 5):
-        monkeypatch.setattr(decoding_module, "PREFILL_ROWS", rows)
+        monkeypatch.setattr("inference.append.PREFILL_ROWS", rows)
         seen = States(texts)
         result = decode(target, texts, range(4), proposer=seen)
         assert result.sequences == whole.sequences
@@ -224,3 +227,93 @@ def test_memory_stays_flat_beyond_the_cache(target: TargetModel) -> None:
     speculative_generate(target, weighing, prompt, max_new_tokens=new, stop=NO_END)
     assert len(found) >= 7
     assert max(found[1:]) - min(found[1:]) < 20_000, found
+
+
+def test_a_prompt_behind_a_switch_of_frequencies_runs_in_one_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stretches before the switch would have other rotary frequencies than plain decoding's."""
+    rope = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    rope |= {"rope_type": "longrope", "original_max_position_embeddings": 30}
+    target = zoo_target("phi3", original_max_position_embeddings=30, rope_parameters=rope)
+    monkeypatch.setattr("inference.append.PREFILL_ROWS", 8)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (34, 40)]
+    options = {"max_new_tokens": 10, "stop": NO_END}
+    plain = plain_generate(target, prompts, **options)  # type: ignore[arg-type]
+    found = speculative_generate(target, NgramProposer(), prompts, **options)  # type: ignore[arg-type]
+    assert found.sequences == plain.sequences
+    short = [prompt[:20] for prompt in prompts]
+    plain = plain_generate(target, short, **options)  # type: ignore[arg-type]
+    found = speculative_generate(target, NgramProposer(), short, **options)  # type: ignore[arg-type]
+    assert found.sequences == plain.sequences
+    with pytest.raises(ValueError, match="a batch must lie on one side"):
+        speculative_generate(target, NgramProposer(), [prompts[0], short[0]], **options)  # type: ignore[arg-type]
+
+
+class TestRefusalsBeforeAnyToken:
+    @pytest.mark.parametrize(
+        "proposer",
+        [NgramProposer(), SuffixProposer(), LayerSkipProposer(2, width=2)],
+        ids=lambda proposer: type(proposer).__name__,
+    )
+    def test_trees_under_block(self, target: TargetModel, proposer: Proposer) -> None:
+        emitted: list[int] = []
+        with pytest.raises(ValueError, match="'block' verifies chains"):
+            speculative_generate(
+                target,
+                proposer,
+                PROMPTS,
+                max_new_tokens=9,
+                rule="block",
+                on_token=lambda row, new: emitted.extend(new),
+            )
+        assert not emitted
+
+    def test_what_is_no_proposer(self, target: TargetModel) -> None:
+        with pytest.raises(ValueError, match="build_proposer"):
+            speculative_generate(target, object(), PROMPTS, max_new_tokens=4)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("prompts", [[5, 6, 7], [torch.tensor([5, 6])], [[]], []])
+    def test_prompts_that_are_no_lists(self, target: TargetModel, prompts: list) -> None:
+        with pytest.raises(ValueError, match="prompts must be lists of token ids"):
+            plain_generate(target, prompts, max_new_tokens=4)
+
+    @pytest.mark.parametrize("number", [0, 2.5, "3"])
+    def test_lengths_that_are_no_numbers(self, target: TargetModel, number: object) -> None:
+        with pytest.raises(ValueError, match="max_new_tokens must be a whole number"):
+            plain_generate(target, PROMPTS, max_new_tokens=number)  # type: ignore[arg-type]
+
+
+def test_drafts_that_the_target_does_not_have(target: TargetModel) -> None:
+    class Foreign(NoisyOracle):
+        def grow(self, text: list[int], state: RowState) -> TokenTree:
+            return TokenTree.chain(torch.tensor([state.tokens[-1], 96]))
+
+    with pytest.raises(ValueError, match="Foreign drafted token 96, but the target has 96"):
+        speculative_generate(target, Foreign([PROMPTS[0]]), PROMPTS[:1], max_new_tokens=9)
+
+
+def test_a_history_ends_with_its_target(target: TargetModel) -> None:
+    """Outputs of another target may hold tokens that this one does not have."""
+    proposer = SuffixProposer()
+    larger = tiny_target(vocab=120)
+    options = {"max_new_tokens": 24, "stop": NO_END}
+    prompt = [[100, 110, 100, 110, 5]]
+    speculative_generate(larger, proposer, prompt, **options)  # type: ignore[arg-type]
+    found = speculative_generate(target, proposer, PROMPTS, **options)  # type: ignore[arg-type]
+    assert found.sequences == plain_generate(target, PROMPTS, **options).sequences  # type: ignore[arg-type]
+
+
+def test_keys_and_values_are_freed_with_the_last_sequence(target: TargetModel) -> None:
+    kept = []
+
+    class Keeper(NoisyOracle):
+        def start(self, session):  # type: ignore[no-untyped-def]
+            super().start(session)
+            kept.append(session)
+
+    text = plain_generate(target, PROMPTS[:1], max_new_tokens=9, stop=NO_END).sequences[0]
+    keeper = Keeper([PROMPTS[0] + text])
+    speculative_generate(target, keeper, PROMPTS[:1], max_new_tokens=9, stop=NO_END)
+    assert not kept[0].live and not kept[0].cache.layers

@@ -12,7 +12,7 @@ from inference.compare import (
     explain_difference,
     reference_text,
 )
-from inference.doubt import EDGE, NEAR_TIE
+from inference.doubt import NEAR_TIE
 from inference.processors import Sampler
 from inference.sampling import SamplingParams, gumbel, probabilities
 from tests.grammar import (
@@ -27,6 +27,8 @@ from tests.tiny import tiny_target
 
 GREEDY = SamplingParams()
 PROMPT = [5, 9, 7, 20]
+EDGE = NEAR_TIE / 4
+"""Log-probabilities wrong by NEAR_TIE / 2 move a mass m by at most m (1 - m) NEAR_TIE."""
 
 
 def logits_after(target: TargetModel, ids: list[int]) -> torch.Tensor:

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import inference.proposers.draft_model as draft_model_module
 from drafters import TargetModel
 from inference.generate import speculative_generate
 from inference.proposers import RowState, TreeOptions
@@ -164,7 +163,7 @@ def test_nothing_is_computed_twice(
     target: TargetModel, draft: TargetModel, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Rows that the draft model runs: the text once, and drafts that were not accepted."""
-    monkeypatch.setattr(draft_model_module, "PREFILL_ROWS", chunk)
+    monkeypatch.setattr("inference.append.PREFILL_ROWS", chunk)
     proposer = DraftModelProposer(draft, CHAIN)
     for prompt in PROMPTS:
         options: dict[str, Any] = {"max_new_tokens": 20, "stop": NO_END}

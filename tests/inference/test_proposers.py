@@ -22,7 +22,7 @@ from inference.proposers import (
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.growth import node_scores, proposal_kind
 from inference.proposers.heads import chain_shape, default_medusa_tree
-from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities
+from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities, sample
 from inference.static_tree import static_tree
 from inference.timing import PhaseTimer
 from inference.tree import Proposal, TokenTree
@@ -388,3 +388,40 @@ def test_medusa_with_a_draft_vocabulary_smaller_than_its_tree(target: TargetMode
 def test_tree_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TreeOptions(**options)
+
+
+@pytest.mark.parametrize("warper", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.3}])
+def test_coupled_drafts_follow_the_warpers(
+    warper: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that the draft law's own warpers drop give way, but are not ruled out."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 400, dtype=torch.float64) * 2
+
+    def hits() -> int:
+        """How often the best draft is the target's token, of 60, with a draft law that is right."""
+        found = 0
+        for seed in range(60):
+            sampling = SamplingParams(1.0, seed=seed, **warper)
+            scores = node_scores(logits, None, sampling, Proposal.COUPLED, 3, 0.8)
+            assert bool((scores > -torch.inf).all())
+            token = sample(probabilities(logits[0], sampling), seed, 3)
+            found += int(scores.argmax()) == token
+        return found
+
+    following = hits()
+    monkeypatch.setattr(growth, "OUTSIDE", 0.0)
+    assert following >= 54 > hits() + 15
+
+
+def test_long_prompts_are_absorbed_in_stretches(
+    target: TargetModel, head: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = row_state(target, head, IDS)
+    proposer = Eagle3Proposer(head)
+    whole = proposer.absorb(start(proposer), state)
+    for rows in (1, 4, 5):
+        monkeypatch.setattr("inference.proposers.heads.PREFILL_ROWS", rows)
+        logits, feature = proposer.absorb(start(proposer), state)
+        assert torch.allclose(logits, whole[0], atol=1e-12)
+        assert torch.allclose(feature, whole[1], atol=1e-12)

@@ -88,3 +88,21 @@ def test_a_different_text_is_a_failure(
     assert main([*command, "--pairs", "plain"]) == 1
     [pair] = result(capsys)["results"]
     assert pair["identical"] == 0 and len(pair["failures"]) == 3
+
+
+def test_a_pair_that_fails_does_not_cost_the_others(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(script, "plain_generate", broken)
+    assert main([*command, "--pairs", "plain", "prompt-lookup"]) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["failed"] == {"plain": "RuntimeError: not today"}
+    assert [pair["pair"] for pair in found["results"]] == ["prompt-lookup"]
+
+
+def test_a_draft_of_all_layers_is_refused(command: list[str]) -> None:
+    with pytest.raises(ValueError, match="--draft-first must be below the target's 6 layers"):
+        main([*command, "--draft-first", "6"])

@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def model_args(options: list[str], *more: str) -> argparse.Namespace:
     parser = parser_for("doc")
-    add_options(parser, "--target", "--dtype", "--device", "--threads")
+    add_options(parser, "--target", "--dtype", "--device", "--threads", "--rule", "--temperature")
     add_drafting_options(parser)
     return parser.parse_args([*options, *more])
 
@@ -121,9 +121,35 @@ def test_kinds_that_need_no_training(models: list[str]) -> None:
     assert isinstance(load_proposer(args, load_target(args)), DraftModelProposer)
 
 
-def test_copied_children_beside_a_heads(models: list[str]) -> None:
-    args = model_args(models, "--with-ngram")
-    assert isinstance(load_proposer(args, load_target(args)), ComposedProposer)
+def test_copied_children_beside_a_heads(models: list[str], medusa: list[str]) -> None:
+    """`--size` stays the size of the whole tree."""
+    args = model_args(models, "--with-ngram", "--size", "11")
+    proposer = load_proposer(args, load_target(args))
+    assert isinstance(proposer, ComposedProposer) and proposer.size == 11
+    assert tree_of(proposer.proposers[0])[0] == 6
+    args = model_args(medusa, "--with-ngram", "--branch", "1")
+    proposer = load_proposer(args, load_target(args))
+    assert isinstance(proposer, ComposedProposer)
+    assert isinstance(chain := proposer.proposers[0], MedusaProposer) and chain.chains
+    assert proposer.size == len(chain.shape.parents) + 16
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--draws", "one"], "--draws has an effect"),
+        (["--draws", "one", "--rule", "rejection"], "--draws has an effect"),
+        (["--draft-temperature", "0.7"], "--draft-temperature has no effect at temperature 0"),
+    ],
+)
+def test_options_of_drawn_drafts_without_any(
+    models: list[str], more: list[str], message: str
+) -> None:
+    args = model_args(models, *more)
+    with pytest.raises(ValueError, match=message):
+        load_proposer(args, load_target(args))
+    args = model_args(models, *more, "--temperature", "1", "--rule", "rejection")
+    load_proposer(args, load_target(args))
 
 
 @pytest.mark.parametrize(
