@@ -64,8 +64,8 @@ def copied(
         memo: of `copy.deepcopy`, to go on with copies that belong together.
 
     Raises:
-        ValueError: one holds a function with variables of its own, which no copy has apart, or a
-            network, which is too large to copy, or it does not let itself be copied.
+        ValueError: one is or holds a function with variables of its own, which a copy would share,
+            or a network, which is too large to copy, or it does not let itself be copied.
     """
     memo = {} if memo is None else memo
     copies = []
@@ -91,9 +91,9 @@ def _held_in_common(processor: Processor) -> str | None:
             continue
         seen.add(id(one))
         if isinstance(one, nn.Module):
-            return f"it holds a network, {type(one).__name__}"
+            return f"{type(one).__name__} is a network"
         if _remembers(one):
-            return f"it holds {one!r}, which may have variables of its own"
+            return f"{one!r} may have variables of its own"
         if isinstance(one, MethodType):
             waiting.append(one.__self__)
         elif not isinstance(one, _LEAVES) and getattr(type(one), "__deepcopy__", None) is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from drafters import TargetModel, TargetOutput
 from inference.append import append_rows, append_text, stretches
 from inference.cache import BLOCK, TreeCache
+from inference.laws import tree_laws
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
 from inference.sampling import sample
@@ -116,24 +117,24 @@ class Text:
             logits: (N, V) of its nodes.
             rule: of acceptance.
         """
-        start, found = len(self.tokens), {}
-
-        def law(node: int) -> Tensor:
-            path = [tree.token(above) for above in tree.path(node)[1:]]
-            found[node] = self.sampler.scores(logits[node], self.tokens[:start] + path)
-            return self.sampler.law(found[node])
+        start, last = len(self.tokens), 0  # the last node emitted so far
+        laws = tree_laws(self.sampler, tree, logits, self.tokens, rule)
 
         def ended(path: list[int]) -> bool:
+            nonlocal last
+            laws.settle(last)
+            last = _child(tree, last, path[-1])
             self.reason = self.stopper.ended(self.tokens[:start] + path)
             return self.reason is not None
 
         seed = self.sampler.params.seed
-        verdict = verify(tree, law, rule, seed, start - 1, ended=ended)
+        verdict = verify(tree, laws.law, rule, seed, start - 1, ended=ended)
         emitted = [tree.token(node) for node in verdict.path]
         if verdict.next_token is not None:
+            laws.settle(last)
             emitted.append(verdict.next_token)
         for token, node in zip(emitted, [0, *verdict.path], strict=False):
-            self.record(token, found[node], logits[node])
+            self.record(token, laws.scores[node], logits[node])
         self.tokens += emitted
         if verdict.next_token is not None:
             self.reason = self.stopper.ended(self.tokens)
@@ -281,3 +282,9 @@ class Decoding:
         session.live[:] = [session.live[place] for place in still]
         for row in ended:
             self.proposer.finish(row, self.sequences[row].tokens)
+
+
+def _child(tree: TokenTree, node: int, token: int) -> int:
+    child = tree.child_with_token(node, token)
+    assert child is not None, "only tokens of the tree are accepted"
+    return child

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from drafters import TargetModel
 from inference.attention import check_tree_support
+from inference.copies import apart
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.lossy import LossyWarning
 from inference.processors import Sampler, check_processors
@@ -292,9 +293,9 @@ def _texts(
     check_lengths(target, prompts, new)
     samplings = per_sequence("sampling", sampling or SamplingParams(), count)
     stops = per_sequence("stop", stop or Stop(), count)
-    check_processors(samplings, rule, prompts, target.vocab_size, target.device)
+    check_processors(samplings, rule, target.vocab_size)
     texts = []
-    for prompt, number, params, ends in zip(prompts, new, samplings, stops, strict=True):
+    for prompt, number, params, ends in zip(prompts, new, apart(samplings), stops, strict=True):
         length = len(prompt)
         stopper = Stopper(ends, length, number, target)
         sampler = Sampler(params, length, stopper.eos_token_ids, target.device)

@@ -5,9 +5,9 @@ that scores equal its `output_scores`. A node of a tree is scored on its own pat
 
 A processor of the user may keep state between calls, as incremental grammar matchers do: it then
 counts on being called once per token of one text, in order, and that is how every rule calls it.
-None of this is found out by trying: any processor is taken to keep state. So one that several
-sequences are given is copied for each before the first call (`apart`), and rules that ask about
-tokens that may never be emitted ask copies (`LookAhead`). What cannot be copied is refused there.
+Any processor is taken to do so. One that several sequences are given is copied for each before the
+first call (`inference.copies.apart`), and rules that ask about tokens that may never be emitted ask
+copies (`inference.laws.LookAhead`). What cannot be copied is refused there.
 
 Letters: V target vocabulary, T tokens of prompt and new text.
 """
@@ -36,7 +36,6 @@ from transformers.generation import (
 
 from inference.copies import copied, name_of
 from inference.sampling import Processor, SamplingParams, law_of, score_dtype, token_ids, warp
-from inference.tree import TokenTree
 
 TOP_DOWN = ("match", "coupled", "rejection")
 """Rules that ask for laws one token after the other, of emitted tokens only."""
@@ -172,31 +171,6 @@ class Sampler:
         return law_of(scores, self.params)
 
 
-class LookAhead:
-    """Samplers for the nodes of a tree, each with the state that its path leaves behind.
-
-    Args:
-        sampler: stands at the root, and stays as it is.
-        tree: whose nodes are asked for after their parents, each once.
-    """
-
-    def __init__(self, sampler: Sampler, tree: TokenTree) -> None:
-        self.sampler, self.tree = sampler, tree
-        self._samplers: dict[int, Sampler] = {}
-
-    def at(self, node: int) -> Sampler:
-        """What to ask at this node."""
-        if node == 0:
-            found = self.sampler.ahead()
-        else:
-            parent = self.tree.path(node)[-2]
-            found = self._samplers[parent]
-            if len(self.tree.children(parent)) > 1:
-                found = found.ahead()
-        self._samplers[node] = found
-        return found
-
-
 def own_processors(
     params: SamplingParams,
     prompt_length: int,
@@ -284,6 +258,7 @@ def _refuse(params: SamplingParams) -> None:
         try:
             inspect.signature(processor).bind(None, None)
         except TypeError as error:
+            name = name_of(processor)
             raise ValueError(
-                f"processors: {name_of(processor)} must be callable with (input_ids, scores): {error}"
+                f"processors: {name} must be callable with (input_ids, scores): {error}"
             ) from error

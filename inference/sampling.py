@@ -56,8 +56,15 @@ class SamplingParams:
         begin_suppress_tokens: do not come first.
         forced_tokens: (place among the new tokens, from 0; token id).
         min_new_tokens: no end-of-sequence token before so many new ones.
-        processors: applied in this order after all that is named above but the warpers. One that
-            keeps state needs a fresh object for every decoding call.
+        processors: applied in this order after all that is named above but the warpers. Each is
+            called once per emitted token, in order, as in plain decoding, so it may keep state.
+            Where several sequences are given the same object, each goes on with a deep copy of its
+            own, made before the first call; one sequence's is used itself, and if it keeps state
+            the next decoding call needs a fresh one. The rules `block` and `lossy_typical` ask
+            copies about tokens that may never be emitted. What would have to be copied and cannot
+            be is refused (`inference.copies`). State belongs into the object: copies share globals
+            and class attributes, and objects of different sequences must not share parts that
+            change.
 
     Raises:
         ValueError: naming the field.
@@ -91,10 +98,14 @@ class SamplingParams:
             object.__setattr__(self, name, nested)
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if not _is_integer(self.seed):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or None for no limit; got {value}")
+            if value is not None and not (_is_integer(value) and value >= 1):
+                raise ValueError(
+                    f"{name} must be an integer of at least 1, or None for no limit; got {value!r}"
+                )
         for name in ("top_p", "typical_p"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
@@ -111,6 +122,10 @@ class SamplingParams:
         _check_tokens(self)
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_tokens(params: SamplingParams) -> None:
     """Refuse lists of tokens that are malformed, or that contradict each other."""
     if not all(params.bad_words_ids):
@@ -124,11 +139,11 @@ def _check_tokens(params: SamplingParams) -> None:
     if not all(math.isfinite(bias) for _, bias in params.logit_bias):
         raise ValueError("logit_bias must hold finite numbers; suppress_tokens rules a token out")
     for name, ids in token_ids(params).items():
-        if not all(isinstance(token, int) and token >= 0 for token in ids):
+        if not all(_is_integer(token) and token >= 0 for token in ids):
             raise ValueError(f"{name} must hold token ids >= 0, got {getattr(params, name)}")
     for place, token in params.forced_tokens:
-        if place < 0:
-            raise ValueError(f"forced_tokens: places are counted from 0, got {place}")
+        if not _is_integer(place) or place < 0:
+            raise ValueError(f"forced_tokens: places are integers from 0, got {place!r}")
         if token in params.suppress_tokens or (
             place == 0 and token in params.begin_suppress_tokens
         ):

@@ -9,7 +9,9 @@ law, but other random numbers: its tokens are those of `plain_generate` with the
 differs:
 
 * Processors and criteria are called for one row at a time, padding included, and criteria with None
-  as scores. A processor that keeps state can serve a single row only.
+  as scores. Of several rows, each has a deep copy of every processor, so these may keep state; one
+  that cannot be copied serves a single row only. `prefix_allowed_tokens_fn` is not copied: it is
+  told the prompt's index, by which it must tell apart whatever it remembers.
 * A row that has ended is padded, also where `generate`, without an end-of-sequence token, lets it
   run on until the last one ends.
 
@@ -38,7 +40,7 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from inference.generate import Generation, Round, speculative_generate
-from inference.hf.rows import Row, RowEnd, check_sharing, row_samplings, split_rows
+from inference.hf.rows import Row, RowEnd, check_rule, row_samplings, split_rows
 from inference.hf.setup import deliver_everything_to, resolve
 from inference.proposers import TreeOptions
 from inference.stats import AcceptanceStats
@@ -120,7 +122,7 @@ def speculative(
     _check_options(generation_config, model_kwargs, seed, record_rounds)
     batch = _prepare(input_ids, stopping_criteria, generation_config, model_kwargs)
     target, proposer = resolve(model, drafter, tree, tokenizer)
-    check_sharing(logits_processor, batch.rows, rule, target)
+    check_rule(logits_processor, batch.rows[0], rule, target.vocab_size)
     seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else None
     as_dict = bool(generation_config.return_dict_in_generate)
     found = speculative_generate(

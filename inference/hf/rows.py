@@ -2,7 +2,8 @@
 
 Logits processors and stopping criteria are made for whole batches with their padding: they count
 positions from the padded beginning, and some hold something for each row. So they are shown the
-padding again, and those of transformers are cut to their row.
+padding again, those of transformers are cut to their row, and where there are several rows each has
+copies of its own.
 
 Letters: B rows, T tokens with padding, P tokens of padding, V vocabulary.
 """
@@ -31,8 +32,8 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from drafters import TargetModel
-from inference.processors import check_processors, is_stateful
+from inference.copies import copied
+from inference.processors import check_processors
 from inference.sampling import Processor, SamplingParams
 
 _WARPERS = (
@@ -43,6 +44,11 @@ _WARPERS = (
     (TypicalLogitsWarper, "mass", "typical_p"),
 )
 """Warpers in the order of `generate`: class, its attribute, our field."""
+
+_FOR_ROWS = (
+    "`generate` gives what logits_processor= holds to all {} rows; call it once for each row, with "
+    "an object of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,9 @@ def row_samplings(
         rows: B of them.
         seeds: one each; None decodes greedily, for which warpers are like any other processors.
         device: of the logits.
+
+    Raises:
+        ValueError: several rows, and a processor that cannot be copied for each.
     """
     rest: Sequence[Processor] = processors
     fields: dict[str, Any] = {}
@@ -180,7 +189,7 @@ def row_samplings(
         fields = {"temperature": 1.0, **fields}
     samplings = []
     for row in rows:
-        own = [of_row(processor, row) for processor in rest]
+        own = of_row(rest, row, len(rows))
         if row.padding.shape[1] or row.padding.device != device:
             own = [_RowProcessor(processor, row) for processor in own]
         seed = 0 if seeds is None else seeds[row.index]
@@ -217,27 +226,49 @@ def _is_plain(warper: Processor) -> bool:
     )
 
 
-def of_row(processor: Processor, row: Row) -> Processor:
-    """The processor for one row: a copy, if it is one of transformers' that hold something for
-    each; else itself.
+def of_row(processors: Sequence[Processor], row: Row, count: int) -> list[Processor]:
+    """The processors for one row.
+
+    Those of transformers that hold something for each row are cut to this one. All rows share a
+    prefix function, which is told the prompt that it is asked for.
+
+    Args:
+        processors: of the batch.
+        row: which.
+        count: B. One row uses the processors themselves; of several, each uses copies.
+
+    Raises:
+        ValueError: a processor that cannot be copied.
     """
+    memo: dict[int, Any] = {}
+    found = []
+    for processor in processors:
+        own, held = processor, _held_for(processor, row)
+        if held:
+            own = copy.copy(processor)
+            vars(own).update(dict.fromkeys(held))  # what is replaced need not be copied
+        if count > 1:
+            [own] = copied([own], _FOR_ROWS.format(count), memo)
+        if held:
+            vars(own).update(held)
+        found.append(own)
+    return found
+
+
+def _held_for(processor: Processor, row: Row) -> dict[str, Any]:
+    """Attributes that hold something for each row, as they are for one row alone."""
     index = row.prompt_index
-    held: dict[str, Any] = {}
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         if isinstance(processor.prompt_ignore_length, Tensor):
-            held["prompt_ignore_length"] = int(processor.prompt_ignore_length[row.index])
+            return {"prompt_ignore_length": int(processor.prompt_ignore_length[row.index])}
     elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        held["encoder_input_ids"] = processor.encoder_input_ids[index : index + 1]
+        return {"encoder_input_ids": processor.encoder_input_ids[index : index + 1]}
     elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        held |= {"batch_size": 1, "generated_ngrams": [processor.generated_ngrams[index]]}
+        return {"batch_size": 1, "generated_ngrams": [processor.generated_ngrams[index]]}
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, index)
-        held |= {"_prefix_allowed_tokens_fn": allowed, "_num_beams": 1}
-    if not held:
-        return processor
-    own = copy.copy(processor)
-    vars(own).update(held)
-    return own
+        return {"_prefix_allowed_tokens_fn": allowed, "_num_beams": 1}
+    return {}
 
 
 def _allowed(
@@ -247,24 +278,11 @@ def _allowed(
     return function(index, text)
 
 
-def check_sharing(
-    processors: Sequence[Processor], rows: Sequence[Row], rule: str, target: TargetModel
-) -> None:
+def check_rule(processors: Sequence[Processor], row: Row, rule: str, vocab_size: int) -> None:
     """Refuse by its name what `row_samplings` may hide behind padding.
 
     Raises:
         ValueError: a processor that cannot work on rows one by one, or not under the rule.
     """
-    first = rows[0]
-    text = first.padding[0].tolist() + first.prompt
-    device, size = first.padding.device, target.vocab_size
-    own = tuple(of_row(processor, first) for processor in processors)
-    check_processors([SamplingParams(processors=own)], rule, [text], size, device)
-    for processor, cut in zip(processors, own, strict=True):
-        if len(rows) > 1 and cut is processor and is_stateful(processor, text, size, device):
-            name = getattr(processor, "__qualname__", type(processor).__name__)
-            raise ValueError(
-                f"logits_processor: {name} keeps state between calls, or cannot be copied to find "
-                f"out, and `generate` gives the same object to all {len(rows)} rows: call "
-                "`generate` once for each row, with an object of its own"
-            )
+    own = tuple(of_row(processors, row, 1))
+    check_processors([SamplingParams(processors=own)], rule, vocab_size)

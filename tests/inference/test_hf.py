@@ -31,17 +31,20 @@ from transformers.generation import (
     EosTokenCriteria,
     LogitNormalization,
     MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
     StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+import inference.generate
+import inference.hf.rows
 import inference.hf.setup
 from drafters import Drafter, TargetModel, build_drafter
 from inference.generate import plain_generate
 from inference.hf import SpeculativeOutput, speculative
-from inference.hf.rows import split_warpers
+from inference.hf.rows import of_row, split_rows, split_warpers
 from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.stopping import Stop
@@ -208,11 +211,36 @@ class Grammar(LogitsProcessor):
         return scores + mask
 
 
+class Trigger(LogitsProcessor):
+    """Rules half of the tokens out, from the first time on that one of some comes last."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.on |= int(input_ids[0, -1]) % 12 == 3
+        if self.on:
+            scores = scores.clone()
+            scores[:, ::2] = -torch.inf
+        return scores
+
+
 class SumCriterion(StoppingCriteria):
     """Ends a row by its text and its length with padding, at different places."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return (input_ids[:, -1] + input_ids[:, -2] + input_ids.shape[1]) % 9 == 3
+
+
+def remembering() -> Callable[[Tensor, Tensor], Tensor]:
+    """A function with state that no copy has apart."""
+    seen = []
+
+    def remember(input_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(int(input_ids[0, -1]))
+        return scores.roll(len(seen) % 3, -1)
+
+    return remember
 
 
 def allowed_tokens(batch_id: int, text: Tensor) -> list[int]:
@@ -257,6 +285,8 @@ GREEDY: dict[str, Callable[[], dict[str, Any]]] = {
     "stop_strings": lambda: {"stop_strings": ["gDg", "Y8<ex", "SAN"], "tokenizer": TOKENIZER},
     "own processor": lambda: processors(PositionBias()),
     "own warper, greedy": lambda: processors(TemperatureLogitsWarper(0.5), TopKLogitsWarper(4)),
+    "watermark": lambda: {"watermarking_config": WatermarkingConfig(bias=4.0)},
+    "function": lambda: processors(lambda ids, scores: scores.roll(ids.shape[1] % 3, -1)),  # type: ignore[arg-type]
     "many": lambda: {
         **processors(PositionBias()),
         "repetition_penalty": 1.2,
@@ -269,10 +299,10 @@ GREEDY: dict[str, Callable[[], dict[str, Any]]] = {
 
 ONE_ROW: dict[str, Callable[[], dict[str, Any]]] = {
     "grammar": lambda: processors(Grammar()),
+    "trigger": lambda: processors(Trigger()),
+    "closure": lambda: processors(remembering()),  # type: ignore[arg-type]
     "guidance": lambda: {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[9, 9, 5]])},
-    "watermark": lambda: {"watermarking_config": WatermarkingConfig(bias=4.0)},
     "own length": lambda: criteria(MaxLengthCriteria(11)),
-    "closure": lambda: processors(lambda ids, scores: scores.roll(ids.shape[1] % 3, -1)),  # type: ignore[arg-type]
 }
 
 
@@ -295,6 +325,71 @@ def test_greedy_with_a_head(target: TargetModel, head: Drafter, options: str) ->
 def test_greedy_with_what_works_on_one_row(target: TargetModel, options: str, batch: str) -> None:
     found = assert_same(target.model, BATCHES[batch], None, with_length(ONE_ROW[options]))
     assert found.stats is not None and found.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("batch", ["even", "padded", "mask inferred"])
+@pytest.mark.parametrize("rule", ["match", "block"])
+@pytest.mark.parametrize("kind", [Grammar, Trigger])
+def test_rows_keep_their_own_state(
+    target: TargetModel, head: Drafter, kind: type, rule: str, batch: str
+) -> None:
+    """As if `generate` were called for each row, with an object of its own."""
+    options = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": Grammar.END}
+    rows = [
+        target.model.generate(**one_row(batch, row), **options, **processors(kind()))[0]
+        for row in range(len(BATCHES[batch]["input_ids"]))
+    ]
+    length = max(map(len, rows))
+    expected = [row.tolist() + [PAD] * (length - len(row)) for row in rows]
+    shared = kind()
+    before = dict(vars(shared))
+    drafts = {"tree": TreeOptions(5, 4, 1), "rule": rule}
+    out = generate(target, BATCHES[batch], head, **options, **drafts, **processors(shared))
+    assert out.tolist() == expected
+    assert vars(shared) == before
+
+
+@pytest.mark.parametrize("batch", ["even", "padded"])
+@pytest.mark.parametrize("kind", [Grammar, Trigger])
+def test_rows_that_share_state_are_noticed(
+    target: TargetModel,
+    head: Drafter,
+    kind: type,
+    batch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the test above, were nothing copied."""
+    monkeypatch.setattr(inference.hf.rows, "copied", lambda found, *_: tuple(found))
+    monkeypatch.setattr(inference.generate, "apart", list)
+    with pytest.raises(AssertionError):
+        test_rows_keep_their_own_state(target, head, kind, "match", batch)
+
+
+def one_row(batch: str, row: int) -> dict[str, Any]:
+    """With its padding."""
+    return {
+        name: value[row : row + 1]
+        for name, value in BATCHES[batch].items()
+        if name in ("input_ids", "attention_mask")
+    }
+
+
+def test_a_kind_that_holds_something_for_each_row_keeps_its_own_state_too() -> None:
+    """What is cut to its row is copied beside that."""
+
+    class Mine(PrefixConstrainedLogitsProcessor):
+        def __init__(self) -> None:
+            super().__init__(lambda batch_id, text: [batch_id + len(self.seen)], 1)
+            self.seen: list[int] = []
+
+    rows = split_rows(padded(PROMPTS)["input_ids"], padded(PROMPTS)["attention_mask"], None, 1)
+    given = Mine()
+    own = [of_row([given], row, len(rows))[0] for row in rows]
+    assert len({id(one.seen) for one in [given, *own]}) == 4
+    assert of_row([given], rows[0], 1)[0].seen is given.seen
+    scores = torch.zeros(1, 96)
+    for index, one in enumerate(own):
+        assert int(one(torch.tensor([[5]]), scores)[0].argmax()) == index
 
 
 def with_length(make: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
@@ -596,14 +691,6 @@ def test_the_output_holds_what_the_drafts_did(target: TargetModel, head: Drafter
 # Refusals ---------------------------------------------------------------------------------------
 
 
-class Stateful(LogitsProcessor):
-    calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores + self.calls
-
-
 class ForWholeBatches(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.tensor([False, False, True])
@@ -672,11 +759,14 @@ REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "too long": ("max_position_embeddings is 512", lambda: {"max_new_tokens": 600}),
     "sharded": ("synced_gpus= is not offered", lambda: {"synced_gpus": True}),
-    "shared state": (
-        "Stateful keeps state .* all 3 rows",
-        lambda: processors(Stateful()),
+    "shared closure": (
+        "remember cannot be copied .*logits_processor= .* all 3 rows",
+        lambda: processors(remembering()),  # type: ignore[arg-type]
     ),
-    "shared grammar": ("Grammar keeps state .* all 3 rows", lambda: processors(Grammar())),
+    "shared network": (
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor cannot be copied .* all 3 rows",
+        lambda: {"guidance_scale": 1.5},
+    ),
     "batch criterion": (
         "ForWholeBatches gave 3 answers for one row",
         lambda: criteria(ForWholeBatches()),
@@ -705,13 +795,17 @@ def test_refused(target: TargetModel, head: Drafter, case: str) -> None:
         generate(target, BATCHES["padded"], options.pop("drafter"), **options)
 
 
-def test_state_is_refused_by_name_under_a_rule_that_looks_ahead(
+def test_what_cannot_be_copied_is_refused_under_a_rule_that_looks_ahead(
     target: TargetModel, head: Drafter
 ) -> None:
     options = {"rule": "block", "tree": TreeOptions(5, 4, 1), "do_sample": True}
     for batch in ("one", "padded one"):
-        with pytest.raises(ValueError, match=r"Stateful keeps state .* 'block'"):
-            generate(target, BATCHES[batch], head, **options, **processors(Stateful()))
+        for made, name in (
+            (processors(remembering()), "remember"),  # type: ignore[arg-type]
+            ({"prefix_allowed_tokens_fn": lambda *_: [len(options)]}, "PrefixConstrained"),
+        ):
+            with pytest.raises(ValueError, match=rf"{name}.* cannot be copied .* 'block'"):
+                generate(target, BATCHES[batch], head, **options, **made)
 
 
 def test_models_that_are_refused(head: Drafter) -> None:

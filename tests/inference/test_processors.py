@@ -1,4 +1,4 @@
-"""Scores equal `generate`'s, field by field; what keeps state or needs other rows is refused."""
+"""Scores equal `generate`'s, field by field; what needs other rows is refused."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers import generation as hf
 from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -23,14 +23,19 @@ from transformers.generation.logits_process import (
 from drafters import TargetModel
 from inference.processors import (
     REFUSED,
-    OutputPenaltyLogitsProcessor,
     Sampler,
     check_processors,
-    fresh,
-    is_stateful,
 )
-from inference.sampling import Processor, SamplingParams, probabilities, sample
-from tests.grammar import EOS, MARKER, GrammarMatcher, GrammarProcessor, complete, valid_prefix
+from inference.sampling import SamplingParams, probabilities, sample
+from tests.grammar import (
+    EOS,
+    MARKER,
+    GrammarMatcher,
+    GrammarProcessor,
+    complete,
+    token_of,
+    valid_prefix,
+)
 from tests.tiny import tiny_target
 
 VOCAB = 96
@@ -303,7 +308,7 @@ STATELESS: dict[str, Callable[[], LogitsProcessor]] = {
     "codebooks": lambda: AlternatingCodebooksLogitsProcessor(len(PROMPT), 30, 30),
     "Bark": lambda: BarkEosPrioritizerLogitsProcessor(EOS, 0.5),
 }
-"""Functions of text and scores: they work with every rule and may serve a whole batch."""
+"""Functions of text and scores."""
 
 KEY_ARGUMENTS = {"ngram_len": 3, "keys": [654, 400, 836, 123], "device": torch.device("cpu")}
 STATEFUL: dict[str, Callable[[TargetModel], LogitsProcessor]] = {
@@ -323,7 +328,7 @@ WATERMARKS: dict[str, Callable[[], LogitsProcessor]] = {
         VOCAB, "cpu", seeding_scheme="selfhash", context_width=2
     ),
 }
-"""Functions of text and scores, but every call leaves a trace: their generator's state."""
+"""Functions of text and scores with a generator inside."""
 
 
 @pytest.mark.parametrize("temperature", [None, 0.8])
@@ -385,109 +390,35 @@ def test_without_an_end_nothing_waits_for_it() -> None:
     assert torch.equal(sampler.scores(logits, PROMPT), logits)
 
 
-# Statefulness
+# Copies
 
 
-class Counter:
-    """Masks by the number of calls: its answers need not differ within a probe."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores if self.calls < 1000 else scores.masked_fill(scores > 0, -torch.inf)
-
-
-class Slots:
-    __slots__ = ("calls",)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
+@pytest.mark.parametrize("name", [*STATELESS, *WATERMARKS, "synth id"])
+def test_copies_of_processors_of_transformers_answer_alike(name: str) -> None:
+    """Used or not; so they serve several rows, and may be asked ahead."""
+    build = (STATELESS | WATERMARKS).get(name) or (lambda: STATEFUL[name](tiny_target()))
+    params = SamplingParams(processors=(build(),))
+    sampler = Sampler(params, len(PROMPT), [EOS], "cpu")
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    texts = [PROMPT, [*PROMPT, 30], [*PROMPT, 30, 9]]
+    for row, text in zip(logits, texts, strict=True):
+        ahead = sampler.ahead()
+        expected = ahead.scores(row, text)
+        assert torch.equal(sampler.scores(row, text), expected)
+    for rule in ("match", "coupled", "rejection", "block", "lossy_typical"):
+        check_processors([params, params], rule, VOCAB)
 
 
-class Reward:
-    """Asks a network."""
-
-    def __init__(self) -> None:
-        self.network = nn.Linear(VOCAB, VOCAB)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self.network(scores)
-
-
-def no_vowels(input_ids: Tensor, scores: Tensor) -> Tensor:
-    scores[:, [5, 9, 13]] = -torch.inf
-    return scores
-
-
-def closure() -> Processor:
-    seen: list[int] = []
-
-    def remember(input_ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append(input_ids.shape[1])
-        return scores
-
-    return remember
-
-
-@pytest.mark.parametrize("name", STATELESS)
-def test_functions_of_text_and_scores_are_recognised(name: str) -> None:
-    assert not is_stateful(STATELESS[name](), PROMPT, VOCAB)
-
-
-@pytest.mark.parametrize("processor", [no_vowels, OutputPenaltyLogitsProcessor(1, 1, 3)])
-def test_other_stateless_ones_are_recognised(processor: Processor) -> None:
-    assert not is_stateful(processor, PROMPT, VOCAB)
-    assert not is_stateful(GrammarProcessor(), [*PROMPT, MARKER], VOCAB)
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_stateful_processors_of_transformers_are_recognised(name: str) -> None:
-    assert is_stateful(STATEFUL[name](tiny_target(torch.float32)), PROMPT, VOCAB)
-
-
-@pytest.mark.parametrize("name", WATERMARKS)
-def test_what_leaves_a_trace_counts_as_stateful(name: str) -> None:
-    assert is_stateful(WATERMARKS[name](), PROMPT, VOCAB)
-
-
-@pytest.mark.parametrize("build", [GrammarMatcher, Counter, Slots, Reward, closure])
-def test_other_stateful_ones_are_recognised_and_not_used_up(build: Callable[[], Any]) -> None:
-    processor = build()
-    assert is_stateful(processor, PROMPT, VOCAB)
-    if build in (GrammarMatcher, Counter):
-        assert processor.calls == 0
-
-
-def test_stateful_processors_are_refused_where_they_would_be_wrong() -> None:
-    prompts = [PROMPT, [*PROMPT, 4]]
-    own = [SamplingParams(processors=(GrammarMatcher(),)) for _ in range(2)]
-    shared = [own[0], own[0]]
-    for rule in ("match", "coupled", "rejection"):
-        check_processors(own, rule, prompts, VOCAB)
-        with pytest.raises(ValueError, match=r"GrammarMatcher keeps state.* serve 2 sequences"):
-            check_processors(shared, rule, prompts, VOCAB)
-    for rule in ("block", "lossy_typical"):
-        with pytest.raises(ValueError, match=f"GrammarMatcher keeps state.*'{rule}' asks"):
-            check_processors(own[:1], rule, prompts[:1], VOCAB)
-
-
-def test_stateless_processors_may_be_shared_and_looked_ahead_with() -> None:
-    params = SamplingParams(processors=(GrammarProcessor(), no_vowels), repetition_penalty=1.2)
-    prompts = [[5, MARKER], [5, 9, 30, MARKER]]
-    for rule in ("match", "coupled", "rejection", "block"):
-        check_processors([params, params], rule, prompts, VOCAB)
-
-
-def test_a_fresh_copy_leaves_the_original_unused() -> None:
-    params = SamplingParams(processors=(GrammarMatcher(), no_vowels, closure()))
-    copy = fresh(params)
-    assert copy.processors[0] is not params.processors[0]
-    assert copy.processors[1:] == params.processors[1:]  # functions, and what cannot be copied
-    assert fresh(SamplingParams(0.5)) == SamplingParams(0.5)
-    Sampler(copy, 1, [], "cpu").scores(torch.randn(VOCAB), [MARKER])
-    assert params.processors[0].calls == 0 and copy.processors[0].calls == 1  # type: ignore[attr-defined]
+def test_what_looks_ahead_leaves_the_sampler_as_it_is() -> None:
+    matcher = GrammarMatcher()
+    params = SamplingParams(processors=(matcher,), repetition_penalty=1.2)
+    sampler = Sampler(params, 1, [EOS], "cpu")
+    assert sampler.may_keep_state and not Sampler(SamplingParams(), 1, [], "cpu").may_keep_state
+    sampler.scores(torch.zeros(VOCAB), [MARKER])
+    ahead = sampler.ahead()
+    token = int(ahead.scores(torch.zeros(VOCAB), [MARKER, token_of("a")]).argmax())
+    assert token == token_of("=") and matcher.calls == 1
+    assert ahead.params is params and ahead._own == sampler._own
 
 
 # Refusals
@@ -513,7 +444,7 @@ def test_processors_that_need_other_rows_are_refused_by_name(processor: Any) -> 
         params = SamplingParams(processors=(given,))
         for attempt in (
             lambda params=params: Sampler(params, 3, [EOS], "cpu"),
-            lambda params=params: check_processors([params], "match", [PROMPT], VOCAB),
+            lambda params=params: check_processors([params], "match", VOCAB),
         ):
             with pytest.raises(ValueError, match=f"processors: {called} cannot be used"):
                 attempt()
@@ -566,7 +497,7 @@ def test_processors_that_return_something_else_are_named(result: Any) -> None:
 def test_tokens_that_the_target_lacks_are_refused(fields: dict[str, Any]) -> None:
     (name,) = fields
     with pytest.raises(ValueError, match=f"{name}: the target has 96 tokens, but not 96"):
-        check_processors([SamplingParams(**fields)], "match", [PROMPT], VOCAB)
+        check_processors([SamplingParams(**fields)], "match", VOCAB)
 
 
 # Constrained decoding

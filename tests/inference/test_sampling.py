@@ -176,6 +176,8 @@ def test_at_temperature_zero_scores_are_the_logits() -> None:
         ({"logit_bias": ((-3, 1.0),)}, "logit_bias"),
         ({"suppress_tokens": (-1,)}, "suppress_tokens"),
         ({"suppress_tokens": (1.5,)}, "suppress_tokens"),
+        ({"suppress_tokens": (True,)}, "suppress_tokens"),
+        ({"forced_tokens": ((0.5, 4),)}, "forced_tokens: places"),
         ({"begin_suppress_tokens": (-1,)}, "begin_suppress_tokens"),
         ({"forced_tokens": ((-1, 4),)}, "forced_tokens: places"),
         ({"forced_tokens": ((0, -4),)}, "forced_tokens"),
@@ -189,6 +191,14 @@ def test_at_temperature_zero_scores_are_the_logits() -> None:
 def test_params_outside_their_range_are_refused(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("name", ["seed", "top_k", "no_repeat_ngram_size", "min_new_tokens"])
+@pytest.mark.parametrize("value", [True, 5.0, 0.5, "5", torch.tensor(5)])
+def test_only_integers_count(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be an integer"):
+        SamplingParams(**{name: value})
+    assert getattr(SamplingParams(**{name: 5}), name) == 5
 
 
 def test_a_token_suppressed_at_the_beginning_may_be_forced_later() -> None:

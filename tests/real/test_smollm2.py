@@ -15,7 +15,10 @@ import torch
 from drafters import Drafter, TargetModel, build_drafter
 from inference.compare import explain_difference, reference_text
 from inference.generate import speculative_generate
-from inference.proposers import TreeOptions, build_proposer
+from inference.hf import speculative
+from inference.proposers import Proposer, TreeOptions, build_proposer
+from inference.proposers.layer_skip import LayerSkipProposer
+from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
 from recipes.parity import TOLERANCE, check_parity
 from training.chat import TokenizedRow, encode_prompt
@@ -93,6 +96,36 @@ def test_an_untrained_head_changes_nothing(
     different = [difference for difference in differences if difference is not None]
     record_property("near_ties", len(different))
     assert all(difference.near_tie for difference in different), different
+
+
+@pytest.mark.parametrize(
+    "proposer",
+    [NgramProposer(), LayerSkipProposer(24, depth=2)],
+    ids=["ngram", "layer skip"],
+)
+def test_untrained_drafts_through_generate(
+    target: TargetModel, prompts: list[list[int]], greedy: list[list[int]], proposer: Proposer
+) -> None:
+    """`model.generate` with two more arguments, the three prompts padded into one batch."""
+    width = max(map(len, prompts))
+    pad = target.eos_token_ids[0]
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = target.model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=pad,
+        custom_generate=speculative,
+        drafter=proposer,
+        return_dict_in_generate=True,
+    )
+    assert out.stats.num_accepted_tokens > 0, "no draft was accepted: nothing was tried"
+    for prompt, expected, row in zip(prompts, greedy, out.sequences.tolist(), strict=True):
+        found = row[width : width + len(expected)]
+        difference = explain_difference(target, prompt, expected, found, GREEDY)
+        assert difference is None or difference.near_tie, difference
 
 
 def test_the_texts_are_worth_comparing(greedy: list[list[int]], sampled: list[list[int]]) -> None:
