@@ -326,7 +326,7 @@ def grow(
             paths = [prefix(so_far.tokens, so_far.parents, int(node)) for node in frontier]
             growth.add_children(frontier, torch.stack([logits(path) for path in paths]))
             frontier = growth.frontier() if growth.levels < growth.depth else frontier[:0]
-        return growth.finish()
+        return growth.finish()[0]
 
 
 def prefix(tokens: Tensor, parents: Tensor, node: int) -> tuple[int, ...]:

@@ -354,16 +354,16 @@ def drawn_and_then_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(detectors.law_of_grown_trees, "a reduced vocabulary's law is left at its own columns")
 def draft_law_not_scattered(patch: pytest.MonkeyPatch) -> None:
-    everything = Growth.everything
+    drawn_tree = Growth._drawn_tree
 
     def unscattered(self: Growth) -> TokenTree:
         ids, self.draft_vocab = self.draft_vocab, torch.arange(len(self.draft_vocab))
         try:
-            return everything(self)
+            return drawn_tree(self)
         finally:
             self.draft_vocab = ids
 
-    patch.setattr(Growth, "everything", unscattered)
+    patch.setattr(Growth, "_drawn_tree", unscattered)
 
 
 @mutant(detectors.scores_are_plain, "penalties look at the committed text, not at a node's path")
@@ -491,8 +491,9 @@ def features_of_rejected_rows(patch: pytest.MonkeyPatch) -> None:
         return last[0]
 
     def first_rows(self: Text, features: Tensor, hidden: Tensor) -> None:
-        rows = last[0].features[0, : len(features)] if len(last[0].features) == 1 else features
-        hand_over(self, rows, hidden)
+        if last and len(last[0].features) == 1:  # of a round, and of one sequence
+            features = last[0].features[0, : len(features)]
+        hand_over(self, features, hidden)
 
     patch.setattr(decoding_module, "append_rows", noted)
     patch.setattr(Text, "hand_over", first_rows)

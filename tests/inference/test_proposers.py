@@ -1,5 +1,6 @@
 """Trees out of heads: cached draft steps equal the training pass; rules get their kind."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +56,14 @@ def row_state(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: i
     return RowState(list(ids), 1, out.features[0], out.last_hidden[0], depth, SamplingParams())
 
 
+@functools.cache
+def any_target() -> TargetModel:
+    """For sessions; heads do not look at it."""
+    return tiny_target()
+
+
 def begin(proposer: Proposer, rule: str = "match") -> None:
-    target = tiny_target()
+    target = any_target()
     cache = TreeCache(target.model.config)
     proposer.start(Session(target, cache, 1, PhaseTimer(), rule, [0]))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import inference.generate as generate_module
+import inference.decoding as decoding_module
 from inference.verify import Verdict, verify
 from scripts.evaluate import main
 from tests.scripts.heads import save_models
@@ -112,7 +112,7 @@ def test_a_changed_output_fails(
         verdict = verify(*args, **kwargs)
         return Verdict(verdict.path, (verdict.next_token + 1) % 96)
 
-    monkeypatch.setattr(generate_module, "verify", wrong)
+    monkeypatch.setattr(decoding_module, "verify", wrong)
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "NOT identical" in out and "FAILURE: prompt greeting" in out
