@@ -117,6 +117,7 @@ def train(
         "seconds": round(trainer.seconds, 1),
     }
     summary |= {"head": str(out / "head")}
+    trainer.release()
     accelerator.end_training()
     return summary
 

@@ -4,6 +4,7 @@ Knows nothing of heads beyond ``Objective`` and nothing of decoding beyond the `
 handed in.
 """
 
+import gc
 import json
 import logging
 import math
@@ -80,6 +81,13 @@ class Trainer:
         self._stop, self.stopping = _Stop(), False
         self.sums: dict[str, Tensor] = {}
         self.metrics_file = self.out / "metrics.jsonl"
+
+    def release(self) -> None:
+        """Free the data-parallel wrapper, which would wait for threads of an ended process group."""
+        self.accelerator.wait_for_everyone()
+        del self.objective, self.optimizer
+        self.accelerator.free_memory()
+        gc.collect()
 
     def train(self) -> dict[str, float]:
         """Run to the last step, resuming where a checkpoint says.
