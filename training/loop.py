@@ -83,7 +83,7 @@ class Trainer:
         self.metrics_file = self.out / "metrics.jsonl"
 
     def release(self) -> None:
-        """Free the data-parallel wrapper, which would wait for threads of an ended process group."""
+        """Free the data-parallel wrapper: it would wait for threads of an ended process group."""
         self.accelerator.wait_for_everyone()
         del self.objective, self.optimizer
         self.accelerator.free_memory()
