@@ -10,15 +10,12 @@ C columns of the cache.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafters import TargetModel
 from inference.cache import TreeCache
 
 
@@ -143,104 +140,3 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     lowest = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
-
-
-# Does a target do what its mask says? -----------------------------------------------------------
-
-_supported: weakref.WeakSet[TargetModel] = weakref.WeakSet()
-
-
-def check_tree_support(target: TargetModel) -> None:
-    """Refuse a target whose output would not be its own when it verifies trees.
-
-    Some models ignore a ready mask, add biases by column (ALiBi), count positions themselves or
-    keep a state besides the cache. Four forwards of a few tokens find out, once per target: a
-    node's logits must be those of plain decoding along its path, and must not depend on its
-    siblings.
-
-    Raises:
-        ValueError: naming the model and what happened.
-    """
-    if target in _supported:
-        return
-    probe = _Probe(target)
-    plain, other = probe.plain([2, 4, 5]), probe.plain([2, 3, 4, 5])
-    scale, effect = plain.abs().max().item(), (plain - other).abs().max().item()
-    # How far rounding goes depends on the model; what a wrong mask does is as large as `effect`.
-    exact = 1e-3 * scale if target.dtype in (torch.float32, torch.float64) else torch.inf
-    limit = min(exact, effect / 4)
-    tree, changed = probe.tree(sibling=3), probe.tree(sibling=6)
-    leak, error = (tree - changed).abs().max().item(), (tree - plain).abs().max().item()
-    if not leak <= limit:
-        raise _cannot(target, f"a node's logits change by {leak:.3g} with its sibling's token")
-    if not error <= limit:
-        raise _cannot(target, f"a node's logits differ by {error:.3g} from plain decoding")
-    _supported.add(target)
-
-
-class _Probe:
-    """Two sequences of unequal length, and below each the tree root -> (sibling, 4), 4 -> 5.
-
-    Tokens are eighths of the vocabulary; the first ids are often special and hardly trained.
-    """
-
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
-        self.prompts = [[1, 2, 3], [7]]
-
-    def plain(self, path: Sequence[int]) -> Tensor:
-        """(2, V) logits behind prompt and path, without cache or mask."""
-        rows = [self._forward([[*prompt, *path]]) for prompt in self.prompts]
-        return torch.cat([logits[:, -1] for logits in rows]).double()
-
-    def tree(self, sibling: int) -> Tensor:
-        """(2, V) logits of the deepest node."""
-        cache = TreeCache(self.target.model.config, len(self.prompts), capacity=8)
-        width = max(map(len, self.prompts))
-        chains = [torch.ones(len(p), len(p), dtype=torch.bool).tril() for p in self.prompts]
-        padded = [prompt + [0] * (width - len(prompt)) for prompt in self.prompts]
-        self._append(cache, padded, chains, [torch.arange(len(p)) for p in self.prompts])
-        cache.commit([range(len(prompt)) for prompt in self.prompts])
-        ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-        depths = torch.tensor([0, 1, 1, 2])
-        logits = self._append(cache, [[2, sibling, 4, 5]] * 2, [ancestors] * 2, [depths] * 2)
-        return logits[:, -1].double()
-
-    def _append(
-        self,
-        cache: TreeCache,
-        tokens: Sequence[Sequence[int]],
-        ancestors: Sequence[Tensor],
-        depths: Sequence[Tensor],
-    ) -> Tensor:
-        target, device = self.target, self.target.device
-        masks = tree_masks(
-            cache, [a.to(device) for a in ancestors], depths, target.config, target.dtype
-        )
-        positions = torch.zeros(len(tokens), len(tokens[0]), dtype=torch.long)
-        for row, depth in enumerate(depths):
-            positions[row, : len(depth)] = cache.lengths[row] + depth
-        logits = self._forward(
-            tokens, attention_mask=masks, position_ids=positions.to(device), cache=cache
-        )
-        if any(layer.pending != len(tokens[0]) for layer in cache.layers):
-            raise _cannot(target, "it does not keep its keys and values in the cache it is given")
-        return logits
-
-    def _forward(self, tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
-        target = self.target
-        ids = torch.tensor(tokens, device=target.device) * (target.vocab_size // 8)
-        try:
-            return target.forward(ids, **options).logits
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model raises that did not expect such a mask
-            raise _cannot(target, f"its forward fails on a tree: {error!r}") from error
-
-
-def _cannot(target: TargetModel, why: str) -> ValueError:
-    return ValueError(
-        f"target {target.name!r} ({target.model.config.model_type!r}) cannot verify trees of draft "
-        f"tokens: {why}. Nothing but its own `model.generate` decodes it losslessly; choose a "
-        "target that takes a 4-D attention mask"
-    )

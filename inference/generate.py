@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafters import TargetModel
-from inference.attention import check_tree_support
 from inference.copies import apart
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.lossy import LossyWarning
@@ -28,6 +27,7 @@ from inference.proposers.base import Proposer
 from inference.sampling import SamplingParams
 from inference.stats import AcceptanceStats
 from inference.stopping import Stop, Stopper
+from inference.support import check_tree_support
 from inference.timing import PhaseTimer
 from inference.verify import ALL_RULES, LOSSY_RULES
 

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from drafters import TargetModel
 from inference.evaluation import Prompt
 from inference.generate import Round, speculative_generate
-from inference.law_statistics import CountTests, chi_square_tail, compare_counts
+from inference.law_statistics import CountTests, compare_counts
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
 from inference.sampling import SamplingParams, sample
@@ -212,18 +212,6 @@ def in_cells(texts: Counter[Prefix], cells: dict[Prefix, float]) -> list[int]:
         longest = next(text[:n] for n in range(len(text), -1, -1) if text[:n] in cells)
         observed[longest] += number
     return [observed[cell] for cell in cells]
-
-
-def chi_square(texts: Counter[Prefix], cells: dict[Prefix, float]) -> tuple[float, float]:
-    """Pearson's statistic and its tail probability.
-
-    Args:
-        texts: counts of texts.
-        cells: expected counts, at least two.
-    """
-    pairs = zip(in_cells(texts, cells), cells.values(), strict=True)
-    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
-    return statistic, chi_square_tail(statistic, len(cells) - 1)
 
 
 def _judge(prompt: Prompt, rule: str, counts: _Counts, expected: dict[Prefix, float]) -> LawReport:

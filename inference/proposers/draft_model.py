@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
 from inference.append import append_text, stretches
-from inference.attention import check_tree_support
 from inference.cache import TreeCache
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.growth import Growth, TreeOptions
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
+from inference.support import check_tree_support
 from inference.tree import TokenTree
 
 

@@ -19,7 +19,6 @@ import inference.proposers.growth as growth_module
 import inference.sampling as sampling_module
 from drafters import TargetModel, build_drafter
 from inference.acceptance import Coins, Verdict
-from inference.attention import check_tree_support
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import Eagle3Proposer, Proposer, RowState, Session, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
@@ -27,6 +26,7 @@ from inference.proposers.growth import Growth
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.sampling import SamplingParams, Stream, warp
 from inference.stopping import Stop
+from inference.support import check_tree_support
 from inference.tree import Proposal, TokenTree
 from inference.verify import verify
 from tests.inference.drafting import Recording, assert_laws_are_fresh, noisy_copy

@@ -18,11 +18,11 @@ from inference.law_check import (
     NOT_LOSSLESS,
     WrongLaw,
     check_law,
-    chi_square,
     expected_cells,
     in_cells,
     law_cells,
 )
+from inference.law_statistics import compare_counts
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
@@ -110,7 +110,8 @@ def test_chi_square_counts_in_cells() -> None:
     cells = {(1,): 50.0, (1, 2): 20.0, (): 30.0}
     texts = Counter({(1, 2): 10, (1, 3): 25, (1, 9): 35, (2, 2): 30})
     assert in_cells(texts, cells) == [60, 10, 30]
-    assert chi_square(texts, cells)[0] == pytest.approx(100 / 50 + 100 / 20)
+    found = compare_counts(in_cells(texts, cells), list(cells.values()), 1e-4)
+    assert found.chi_square == pytest.approx(100 / 50 + 100 / 20)
 
 
 # Verdicts ---------------------------------------------------------------------------------------

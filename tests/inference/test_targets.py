@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, DynamicCache, Gemma3Config, Gemma3ForCo
 import inference.cache
 from drafters import TargetModel, TargetOutput
 from inference.append import append_rows
-from inference.attention import check_tree_support
 from inference.cache import TreeCache
+from inference.support import check_tree_support
 from inference.tree import Proposal, TokenTree
 from tests.zoo import (
     COMMON,

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from drafters import TargetModel
-from inference.attention import check_tree_support
 from inference.decoding import Text
 from inference.evaluation import Prompt
 from inference.generate import plain_generate
 from inference.proposers import Proposer, RowState, Session, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
 from inference.sampling import SamplingParams
+from inference.support import check_tree_support
 from inference.token_check import MAX_ULP, TokenChecker, TokenReport, judge
 from inference.tree import TokenTree
 from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import inference.verify as verify_module
-from inference.attention import check_tree_support
+from inference.support import check_tree_support
 from scripts import verify_lossless as script
 from scripts.verify_lossless import main, shallow
 from tests.inference import mutants

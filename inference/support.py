@@ -1,0 +1,111 @@
+"""Does a target do what its mask says? Asked once of every target, before it verifies trees.
+
+Letters: V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters import TargetModel, TargetOutput
+from inference.append import append_rows
+from inference.attention import mask_for
+from inference.cache import TreeCache
+
+_supported: weakref.WeakSet[TargetModel] = weakref.WeakSet()
+
+
+def check_tree_support(target: TargetModel) -> None:
+    """Refuse a target whose output would not be its own when it verifies trees.
+
+    Some models ignore a ready mask, add biases by column (ALiBi), count positions themselves or
+    keep a state besides the cache. Eight forwards of a few tokens find out, once per target: a
+    node's logits must be those of plain decoding along its path, and must not depend on its
+    siblings.
+
+    Raises:
+        ValueError: naming the model and what happened.
+    """
+    if target in _supported:
+        return
+    mask_for(target.config, torch.ones(1, 1, 1, 1, dtype=torch.bool), target.dtype)  # or refuse
+    probe = _Probe(target)
+    plain, other = probe.plain([2, 4, 5]), probe.plain([2, 3, 4, 5])
+    scale, effect = plain.abs().max().item(), (plain - other).abs().max().item()
+    # How far rounding goes depends on the model; what a wrong mask does is as large as `effect`.
+    exact = 1e-3 * scale if target.dtype in (torch.float32, torch.float64) else torch.inf
+    limit = min(exact, effect / 4)
+    tree, changed = probe.tree(sibling=3), probe.tree(sibling=6)
+    leak, error = (tree - changed).abs().max().item(), (tree - plain).abs().max().item()
+    if not leak <= limit:
+        raise _cannot(target, f"a node's logits change by {leak:.3g} with its sibling's token")
+    if not error <= limit:
+        raise _cannot(target, f"a node's logits differ by {error:.3g} from plain decoding")
+    _supported.add(target)
+
+
+class _Probe:
+    """Two sequences of unequal length, and below each the tree root -> (sibling, 4), 4 -> 5.
+
+    Tokens are eighths of the vocabulary; the first ids are often special and hardly trained.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self.prompts = [[1, 2, 3], [7]]
+
+    def plain(self, path: Sequence[int]) -> Tensor:
+        """(2, V) logits behind prompt and path, without cache or mask."""
+        target = self.target
+        texts = [self._ids([*prompt, *path])[None].to(target.device) for prompt in self.prompts]
+        rows = [self._logits(target.forward, text)[:, -1] for text in texts]
+        return torch.cat(rows).double()
+
+    def tree(self, sibling: int) -> Tensor:
+        """(2, V) logits of the deepest node."""
+        cache = TreeCache(self.target.model.config, len(self.prompts), capacity=8)
+        prompts = [self._ids(prompt) for prompt in self.prompts]
+        chains = [torch.ones(len(p), len(p), dtype=torch.bool).tril() for p in prompts]
+        self._append(cache, prompts, chains, [torch.arange(len(p)) for p in prompts])
+        cache.commit([range(len(prompt)) for prompt in prompts])
+        ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+        depths = torch.tensor([0, 1, 1, 2])
+        nodes = self._ids([2, sibling, 4, 5])
+        return self._append(cache, [nodes] * 2, [ancestors] * 2, [depths] * 2)[:, -1].double()
+
+    def _append(
+        self,
+        cache: TreeCache,
+        tokens: Sequence[Tensor],
+        seen: Sequence[Tensor],
+        depths: Sequence[Tensor],
+    ) -> Tensor:
+        target, width = self.target, max(map(len, tokens))
+        logits = self._logits(append_rows, target, cache, tokens, depths, seen)
+        if any(layer.pending != width for layer in cache.layers):
+            raise _cannot(target, "it does not keep its keys and values in the cache it is given")
+        return logits
+
+    def _ids(self, eighths: Sequence[int]) -> Tensor:
+        return torch.tensor(eighths) * (self.target.vocab_size // 8)
+
+    def _logits(self, forward: Callable[..., TargetOutput], *args: Any) -> Tensor:
+        try:
+            return forward(*args).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model raises that did not expect such a mask
+            raise _cannot(self.target, f"its forward fails on a tree: {error!r}") from error
+
+
+def _cannot(target: TargetModel, why: str) -> ValueError:
+    return ValueError(
+        f"target {target.name!r} ({target.model.config.model_type!r}) cannot verify trees of draft "
+        f"tokens: {why}. Nothing but its own `model.generate` decodes it losslessly; choose a "
+        "target that takes a 4-D attention mask"
+    )
