@@ -9,6 +9,7 @@ Legend: B batch, T rows, D hidden, V target vocabulary, Vd draft vocabulary.
 
 import logging
 import math
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from drafters.confidence import ConfidenceHead
+from drafters.confidence import ConfidenceHead, calibrated
 from drafters.config import DrafterConfig
-from drafters.layers import RMSNorm
+from drafters.layers import Attend, RMSNorm
 from drafters.target import TargetModel
 from drafters.vocab import choose_draft_vocab, scatter_to_target
 
@@ -42,12 +43,13 @@ class Drafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self._target: TargetModel | None = None
+        self._gathered: tuple[tuple, Tensor] | None = None
         if config.reduced_vocab:
             size = config.draft_vocab_size
             self.register_buffer("draft_vocab", torch.arange(size or 0, dtype=torch.int64))
         else:
             self.draft_vocab = None
-        self.confidence = ConfidenceHead(config.hidden_size) if config.confidence_head else None
+        self.confidence = ConfidenceHead(self.output_size) if config.confidence_head else None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -56,6 +58,18 @@ class Drafter(PreTrainedModel):
         Empty means the last hidden state only.
         """
         return ()
+
+    @property
+    def output_size(self) -> int:
+        """Width of the rows that ``logits`` and the confidence head read; D unless a family
+        overrides it.
+        """
+        return self.config.hidden_size
+
+    @property
+    def num_drafts(self) -> int | None:
+        """K, the deepest draft this head was built for; None has no limit of its own."""
+        return None
 
     @property
     def target(self) -> TargetModel:
@@ -92,7 +106,7 @@ class Drafter(PreTrainedModel):
                     f"{config.target_name!r}) but {target.name!r} has {theirs}"
                 )
         self._check_fingerprint(target, allow_other_target)
-        self._target = target
+        self._target, self._gathered = target, None
         return self
 
     def _check_fingerprint(self, target: TargetModel, allow_other_target: bool) -> None:
@@ -112,21 +126,38 @@ class Drafter(PreTrainedModel):
             logger.warning("head trained on %r runs on %r", self.config.target_name, target.name)
 
     @torch.no_grad()
-    def set_draft_vocab(self, counts: Tensor) -> None:
-        """Choose the draft vocabulary from token counts (V,) and copy those rows of the target's
-        output matrix.
+    def set_draft_vocab(self, counts: Tensor, start: str = "target") -> None:
+        """Choose the draft vocabulary from token counts (V,) and give the head its start.
 
-        Call once, before training. With the whole vocabulary only the copy is made.
+        Call once, before training. With the whole vocabulary only the start is made.
+
+        Args:
+            counts: (V,) occurrences of each token in the answers.
+            start: "target" also starts layers and norms from the target's, "random" only the
+                output matrices.
         """
         if self.draft_vocab is not None:
             size = self.draft_vocab.numel()
             self.draft_vocab.copy_(
                 choose_draft_vocab(counts.cpu(), size, self.target.eos_token_ids)
             )
-        self.initialise_from_target()
+        self.initialise_output()
+        if start == "target":
+            self.initialise_from_target()
+
+    def output_modules(self) -> list[nn.Module | None]:
+        """Modules with weights of their own that turn rows into logits; none where the target's
+        output matrix is borrowed.
+        """
+        return []
+
+    def initialise_output(self) -> None:
+        """Start trainable output matrices as copies of the target's rows; families that have some
+        override.
+        """
 
     def initialise_from_target(self) -> None:
-        """Start trainable output matrices (and norms) from the target's; families override."""
+        """Start layers and norms from the target's where shapes fit; families override."""
 
     def head_rows(self) -> Tensor:
         """Rows of the target's output matrix this head predicts, scaled to give logits, (Vd, D)."""
@@ -134,6 +165,51 @@ class Drafter(PreTrainedModel):
         if self.draft_vocab is not None:
             weight = weight[self.draft_vocab.to(weight.device)]
         return weight * self.target.logit_scale
+
+    def borrowed_logits(self, hidden: Tensor) -> Tensor:
+        """Logits through the target's own frozen output matrix, for heads that have none.
+
+        Args:
+            hidden: (..., D) in the space of the target's last hidden state.
+
+        Returns:
+            (..., Vd): of the draft vocabulary, where the head has one.
+        """
+        if self.draft_vocab is None:
+            return self.target.project(hidden.to(self.target.dtype)).to(hidden.dtype)
+        return self.target.project_rows(hidden, self._borrowed_rows(hidden), self.draft_vocab)
+
+    def _borrowed_rows(self, like: Tensor) -> Tensor:
+        """(Vd, D) rows of the target's output matrix, gathered once per draft vocabulary."""
+        assert self.draft_vocab is not None
+        key = (self.draft_vocab._version, like.dtype, like.device)
+        if self._gathered is None or self._gathered[0] != key:
+            weight = self.target.lm_head.weight
+            rows = weight[self.draft_vocab.to(weight.device)].to(like)
+            self._gathered = (key, rows)
+        return self._gathered[1]
+
+    @torch.no_grad()
+    def acceptance(self, hidden: Tensor, depth: int) -> Tensor | None:
+        """Calibrated chance that the draft made from each row is accepted, given that those before
+        it were.
+
+        Args:
+            hidden: (..., output_size) rows that ``logits`` reads.
+            depth: of the draft, from 0.
+
+        Returns:
+            (...) in [0, 1], or None without a confidence head.
+        """
+        if self.confidence is None:
+            return None
+        config = self.config
+        return calibrated(
+            self.confidence(hidden),
+            depth,
+            config.confidence_temperatures,
+            config.confidence_biases,
+        )
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids (...) to absolute target ids (...)."""
@@ -195,3 +271,66 @@ class Drafter(PreTrainedModel):
             for tensor in [*head.parameters(), *head.buffers()]:
                 tensor.data = tensor.data.clone()
         return head.attach(target).to(target.device).eval()
+
+
+class SequentialDrafter(Drafter):
+    """A head that drafts step by step: each step reads the feature of the one before.
+
+    Row t of step i (from 0) holds a feature and the embedding of token t+1+i, and drafts token
+    t+2+i. Rows of a step that belong to committed text come from :meth:`begin`.
+    """
+
+    shape = "sequential"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that call ``attend``."""
+        return self.config.num_layers
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each of those layers; None sees everything."""
+        return [self.config.sliding_window] * self.num_layers
+
+    @abstractmethod
+    def begin(
+        self, features: Tensor | None, hidden: Tensor, position_ids: Tensor, attend: Attend
+    ) -> Tensor:
+        """The feature of step 0, from what the target says about committed text.
+
+        Args:
+            features: (B, T, F·D) captured layers, or None if the head reads none.
+            hidden: (B, T, D) last hidden states.
+            position_ids: (B, T).
+            attend: for layers that run on committed rows before any step (Hydra++'s prefix).
+
+        Returns:
+            (B, T, width), in the dtype of the head.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        feature: Tensor,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attend: Attend,
+        depth: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step.
+
+        Args:
+            feature: (B, T, width), :meth:`begin`'s output or the previous step's next feature.
+            token_ids: (B, T) token following each row's feature position.
+            position_ids: (B, T) rotary positions: t at step 0, t+i at step i.
+            attend: the caller's attention over keys of other rows.
+            depth: i, from 0.
+
+        Returns:
+            ``(hidden (B, T, output_size), next_feature)``: ``hidden`` is for :meth:`logits` and the
+            confidence head, ``next_feature`` goes into the following step.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """Rows (..., output_size) of step ``depth`` -> draft logits (..., Vd)."""

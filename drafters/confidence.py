@@ -16,33 +16,50 @@ from torch import Tensor, nn
 
 
 class ConfidenceHead(nn.Module):
-    """One linear unit on the draft hidden state, which it reads without sending gradients into "
-    "it."""
+    """One linear unit on the rows that the head's logits are made from (for DSpark the hidden state
+    and the Markov embedding of the token before).
 
-    def __init__(self, hidden_size: int) -> None:
+    Its input is detached: the loss of this output trains ``proj`` and nothing else, neither the
+    head nor DSpark's W1. This is this project's choice, so that a confidence output never changes
+    the drafts.
+
+    Args:
+        size: width of those rows.
+    """
+
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(hidden_size, 1)
+        self.proj = nn.Linear(size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., D) draft hidden states -> (...) logits of being accepted."""
+        """(..., size) -> (...) logits of being accepted."""
         return self.proj(hidden.detach()).squeeze(-1)
 
 
-def calibrated(logit: Tensor, position: int, temperatures: Sequence[float] | None) -> Tensor:
-    """Probability of acceptance from a confidence logit.
+def calibrated(
+    logit: Tensor,
+    position: int,
+    temperatures: Sequence[float] | None,
+    biases: Sequence[float] | None = None,
+) -> Tensor:
+    """Probability of acceptance from a confidence logit: sigmoid(logit / temperature + bias).
 
     Args:
         logit: any shape.
         position: draft position k from 0; positions past the last fitted one use the last
-            temperature.
+            temperature and bias.
         temperatures: one positive temperature per position, or None for uncalibrated.
+        biases: one per position, or None for 0.
 
     Returns:
-        Same shape, in [0, 1].
+        Same shape, in [0, 1]; float64 stays, all else is float32.
     """
-    if not temperatures:
-        return logit.float().sigmoid()
-    return (logit.float() / temperatures[min(position, len(temperatures) - 1)]).sigmoid()
+    scaled = logit if logit.dtype == torch.float64 else logit.float()
+    if temperatures:
+        scaled = scaled / temperatures[min(position, len(temperatures) - 1)]
+    if biases:
+        scaled = scaled + biases[min(position, len(biases) - 1)]
+    return scaled.sigmoid()
 
 
 def survival(confidences: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Configurations of the draft heads: one dataclass per family, all validation in ``__post_init__``.
+"""What the configurations of all draft heads share; each family's own is in ``families.py``.
 
-Legend: D hidden size, V target vocabulary, Vd draft vocabulary, K heads.
+Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 
 Layers of the target are named by their ``hidden_states`` index k = the residual stream *entering*
 layer k (so 0 is the embedding and ``num_layers`` would be the output of the last layer, which
@@ -10,6 +10,8 @@ Hugging Face returns after the final norm and which therefore cannot be a featur
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+CONFIDENCE_RULES = ("overlap", "draft_mass", "agreement")
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -23,10 +25,16 @@ class DrafterConfig(PreTrainedConfig):
         target_name: where the target came from (a hub id or folder name; informational).
         target_fingerprint: hashes of the target's shape, weights, tokenizer and chat template.
         confidence_head: whether the head carries a confidence output c_k.
-        confidence_rule: acceptance label c_k is trained on; "overlap" is 1 - ½‖p-q‖₁.
+        confidence_rule: acceptance label c_k is trained on, by the rule it will be served with:
+            "overlap" is 1 - ½‖p-q‖₁ (sampled drafts), "draft_mass" is p of the draft's argmax
+            (one-hot drafts at a temperature), "agreement" is 1 where both argmaxes are one token
+            (temperature 0).
+        confidence_at: temperature of both laws in that label; no effect on "agreement".
         draft_temperature: calibrated factor on the temperature of the head's law, for drawn drafts.
-        confidence_temperatures: one calibration temperature per draft position (see
-            ``drafters.confidence``); None means uncalibrated.
+        confidence_temperatures, confidence_biases: calibration of the confidence output, one of
+            each per draft position (see ``drafters.confidence``); None means uncalibrated.
+        tree: the static draft tree to decode with, a list of rank paths such as
+            [[0], [0, 0], [1]] (see ``scripts.fit_tree``); None lets the decoder grow its own.
     """
 
     model_type = "headway"
@@ -39,7 +47,10 @@ class DrafterConfig(PreTrainedConfig):
     target_fingerprint: dict[str, str] | None = None
     confidence_head: bool = False
     confidence_rule: str = "overlap"
+    confidence_at: float = 1.0
     confidence_temperatures: list[float] | None = None
+    confidence_biases: list[float] | None = None
+    tree: list[list[int]] | None = None
     draft_temperature: float = 1.0
     tie_word_embeddings: bool = False
 
@@ -63,14 +74,24 @@ class DrafterConfig(PreTrainedConfig):
             )
         if not self.draft_temperature > 0:
             raise ValueError(f"draft_temperature must be above 0, got {self.draft_temperature}")
-        if self.confidence_rule != "overlap":
+        if self.confidence_rule not in CONFIDENCE_RULES:
             raise ValueError(
-                f"confidence_rule {self.confidence_rule!r} is unknown: the one rule offered is "
-                "'overlap'"
+                f"confidence_rule {self.confidence_rule!r} is unknown: choose one of "
+                f"{CONFIDENCE_RULES}"
             )
+        if not self.confidence_at > 0:
+            raise ValueError(f"confidence_at must be above 0, got {self.confidence_at}")
+        if self.tree is not None and (not self.tree or not all(self.tree)):
+            raise ValueError(f"tree: every path needs at least one rank, got {self.tree}")
         temperatures = self.confidence_temperatures
         if temperatures is not None and any(value <= 0 for value in temperatures):
             raise ValueError(f"confidence_temperatures must all be positive, got {temperatures}")
+        biases = self.confidence_biases
+        if biases is not None and len(biases) != len(temperatures or []):
+            raise ValueError(
+                "confidence_biases needs one for each of confidence_temperatures, got "
+                f"{biases} and {temperatures}: calibrate the head again (scripts.calibrate)"
+            )
         super().__post_init__(**kwargs)
 
     def own_fields(self) -> dict[str, Any]:
@@ -86,22 +107,20 @@ class DrafterConfig(PreTrainedConfig):
         return self.draft_vocab_size != self.vocab_size
 
 
-class Eagle3Config(DrafterConfig):
-    """EAGLE-3 (arXiv:2503.01840) and its 3.1 variants.
+class DecoderConfig(DrafterConfig):
+    """A head with decoder layers of Llama's shape.
 
     Attributes:
-        feature_layers: target layers whose entering residual stream is fused, e.g. [2, n//2, n-3].
+        num_layers: decoder layers of the head.
         intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps,
         rope_theta,
-        max_position_embeddings: shape of the one decoder block, as in Llama.
-        fc_norm: normalise each captured feature before the fusion (EAGLE-3.1).
-        norm_output: feed the *normed* output back as the next step's feature (EAGLE-3.1); False is
-            EAGLE-3.
+        max_position_embeddings: shape of each layer, as in Llama.
+        qk_norm: normalise queries and keys per head, as Qwen3 does.
+        sliding_window: W; a row sees keys less than W positions back, in every layer. None sees
+            all.
     """
 
-    model_type = "headway-eagle3"
-
-    feature_layers: list[int] | None = None
+    num_layers: int = 1
     intermediate_size: int = 0
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
@@ -109,27 +128,17 @@ class Eagle3Config(DrafterConfig):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
-    fc_norm: bool = False
-    norm_output: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check the layer ids and the shape of the block.
+        """Check the shape of the layers.
 
         Raises:
             ValueError: a field is out of range; the message names it.
         """
-        layers = self.target_num_layers
-        if self.feature_layers is None and layers:
-            self.feature_layers = default_feature_layers(layers)
-        if layers:
-            check_feature_layers(self.feature_layers or [], layers)
-            for name in (
-                "hidden_size",
-                "vocab_size",
-                "intermediate_size",
-                "num_attention_heads",
-                "head_dim",
-            ):
+        if self.target_num_layers and self.num_layers:
+            for name in ("intermediate_size", "num_attention_heads", "head_dim"):
                 if getattr(self, name) <= 0:
                     raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
             if not self.num_key_value_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -141,48 +150,10 @@ class Eagle3Config(DrafterConfig):
                 raise ValueError(
                     f"head_dim must be even for rotary embeddings, got {self.head_dim}"
                 )
-        super().__post_init__(**kwargs)
-
-
-class MedusaConfig(DrafterConfig):
-    """Medusa (arXiv:2401.10774).
-
-    Attributes:
-        num_heads: K; head i (from 0) predicts the token i+2 places after its input position.
-        num_layers: L residual blocks per head, each its own module.
-        shared_lm_head: use the target's frozen output matrix for every head instead of K trainable
-            copies; the way to go for large vocabularies, where each copy costs V·D parameters.
-        tree: the static draft tree, a list of rank paths such as [[0], [0, 0], [1]]; None lets the
-            decoder take its default.
-    """
-
-    model_type = "headway-medusa"
-
-    num_heads: int = 4
-    num_layers: int = 1
-    shared_lm_head: bool = False
-    tree: list[list[int]] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Check counts and that the options go together.
-
-        Raises:
-            ValueError: a field is out of range; the message names it.
-        """
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.shared_lm_head and self.draft_vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                "shared_lm_head uses the target's whole output matrix, so draft_vocab_size has no "
-                "effect: drop one"
-            )
-        if self.tree is not None and any(
-            not 1 <= len(path) <= self.num_heads for path in self.tree
-        ):
-            raise ValueError(
-                f"tree: every path must have 1 to num_heads={self.num_heads} ranks, got {self.tree}"
-            )
+        if self.num_layers < 0:
+            raise ValueError(f"num_layers must be at least 0, got {self.num_layers}")
+        if self.sliding_window is not None and self.sliding_window < 2:
+            raise ValueError(f"sliding_window must be at least 2, got {self.sliding_window}")
         super().__post_init__(**kwargs)
 
 
@@ -197,6 +168,19 @@ def default_feature_layers(num_layers: int) -> list[int]:
         raise ValueError(f"EAGLE-3 fuses three layers but the target has only {num_layers}")
     chosen = [2, num_layers // 2, num_layers - 3]
     return chosen if chosen[0] < chosen[1] < chosen[2] else [0, num_layers // 2, num_layers - 1]
+
+
+def spread_feature_layers(num_layers: int, count: int = 5) -> list[int]:
+    """DFlash's choice (arXiv:2602.06036): the outputs of ``count`` layers spread over 1..n-3, as
+    ``hidden_states`` indices (one more each); fewer in targets with fewer layers.
+
+    Raises:
+        ValueError: fewer than four layers to take features from.
+    """
+    if num_layers < 4:
+        raise ValueError(f"feature_layers: four layers are needed, the target has {num_layers}")
+    step = (num_layers - 4) / (count - 1)
+    return sorted({round(1 + step * place) + 1 for place in range(count)})
 
 
 def check_feature_layers(layers: list[int], num_layers: int) -> None:

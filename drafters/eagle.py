@@ -1,10 +1,12 @@
-"""EAGLE-3 (arXiv:2503.01840): one decoder block that drafts from the target's own hidden states.
+"""EAGLE heads: decoder layers that draft from the target's own hidden states.
 
-Row t holds the pair (feature of t, embedding of token t+1) and predicts token t+2. The first
-feature is ``fuse`` of three captured target layers; later steps feed the block's own output back,
-un-normed (``norm_output`` feeds the normed one, as EAGLE-3.1 does). Attention reads
-cat(norm(embedding), norm(feature)), embedding first; the residual stream is the un-normed feature.
-Tensor names follow the dialect the serving engines load.
+Row t holds the pair (feature of t, embedding of token t+1) and predicts token t+2.
+
+EAGLE-3 (arXiv:2503.01840): the first feature is ``fuse`` of captured target layers; later steps
+feed the last layer's own output back, un-normed (``norm_output`` feeds the normed one, as EAGLE-3.1
+does). Attention of the first layer reads cat(norm(embedding), norm(feature)), embedding first; the
+residual stream is the un-normed feature. Tensor names follow the dialect the serving engines load:
+the first layer is ``midlayer``, further ones ``layers.1``, ...
 
 Legend: B batch, T rows, D hidden, F captured layers, Vd draft vocabulary.
 """
@@ -12,32 +14,20 @@ Legend: B batch, T rows, D hidden, F captured layers, Vd draft vocabulary.
 import torch
 from torch import Tensor, nn
 
-from drafters.base import Drafter
-from drafters.config import Eagle3Config
-from drafters.layers import Attend, Attention, GatedMLP, RMSNorm
-
-_MLP = ("gate", "up", "down")
+from drafters.base import SequentialDrafter
+from drafters.families import Eagle3Config
+from drafters.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm, copy_layer
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder block;
-
-    Input (embedding, feature), output the next feature before the final norm.
-    """
+    """The first decoder layer: input (embedding, feature), output the residual stream."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(
-            2 * size,
-            size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.rope_theta,
-        )
+        self.self_attn = Attention(config, layer=0, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
@@ -52,12 +42,11 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Drafter(Drafter):
-    """A sequential head: ``forward`` is one draft step."""
+class Eagle3Drafter(SequentialDrafter):
+    """EAGLE-3: ``forward`` is one draft step."""
 
     config_class = Eagle3Config
     family = "eagle3"
-    shape = "sequential"
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -68,6 +57,8 @@ class Eagle3Drafter(Drafter):
             nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
         )
         self.midlayer = Eagle3Layer(config)
+        further = range(1, config.num_layers)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in further})
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False)
         self.post_init()
@@ -86,64 +77,86 @@ class Eagle3Drafter(Drafter):
             )
         return self.fc(features)
 
+    def begin(
+        self, features: Tensor | None, hidden: Tensor, position_ids: Tensor, attend: Attend
+    ) -> Tensor:
+        """``fuse`` of the captured layers (B, T, F·D)."""
+        assert features is not None
+        return self.fuse(features.to(self.fc.weight.dtype))
+
     def forward(
-        self, feature: Tensor, token_ids: Tensor, position_ids: Tensor, attend: Attend
+        self,
+        feature: Tensor,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attend: Attend,
+        depth: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step.
-
-        Args:
-            feature: (B, T, D), ``fuse`` output or the previous step's next feature.
-            token_ids: (B, T) token following each row's feature position.
-            position_ids: (B, T) rotary positions: t at step 0, t+i at step i.
-            attend: the caller's attention over keys of other rows.
-
-        Returns:
-            ``(hidden, next_feature)``, both (B, T, D): ``hidden`` is normed, for :meth:`logits` and
-            the confidence head; ``next_feature`` goes into the following step.
-        """
-        output = self.midlayer(
-            self.target.embed(token_ids).to(feature.dtype), feature, position_ids, attend
-        )
+        """One draft step, the same at every depth; ``hidden`` is normed."""
+        embeds = self.target.embed(token_ids).to(feature.dtype)
+        output = self.decode(embeds, feature, position_ids, attend)
         hidden = self.norm(output)
         return hidden, hidden if self.config.norm_output else output
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def decode(
+        self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend
+    ) -> Tensor:
+        """(B, T, D) embeddings and (B, T, D) features -> the last layer's output (B, T, D)."""
+        output = self.midlayer(embeds, feature, position_ids, attend)
+        for layer in self.layers.values():
+            output = layer(output, position_ids, attend)
+        return output
+
+    def logits(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """Normed hidden states (..., D) -> draft logits (..., Vd)."""
         return self.lm_head(hidden)
+
+    def output_modules(self) -> list[nn.Module | None]:
+        """The output matrix."""
+        return [self.lm_head]
+
+    @torch.no_grad()
+    def initialise_output(self) -> None:
+        """The output matrix takes the target's rows."""
+        self.lm_head.weight.copy_(self.head_rows().to(self.lm_head.weight))
 
     @torch.no_grad()
     def initialise_from_target(self) -> None:
         """Start from the target instead of from noise.
 
-        The output matrix takes the target's rows. Where the target's last layer has the shape of
-        the draft block (any Llama-like target), the block starts as that layer on the feature half
-        of its input, the fused feature as the last captured one, and the final norm as the
-        target's: the untrained head then roughly continues the target's own residual stream. On
-        SmolLM2-135M this is worth about as much as doubling the first hundred steps.
+        Where the target's last layers have the shape of
+        the draft layers (any Llama-like target), the draft layers start as those, the first one on
+        the feature half of its input, the fused feature as the last captured one, and the final
+        norm as the target's: the untrained head then roughly continues the target's own residual
+        stream. On SmolLM2-135M this is worth about as much as doubling the first hundred steps.
         """
-        self.lm_head.weight.copy_(self.head_rows().to(self.lm_head.weight))
-        block = self.target.last_block()
-        attention, size = self.midlayer.self_attn, self.config.hidden_size
-        halves = {
-            f"self_attn.{name}_proj.weight": getattr(attention, f"{name}_proj").weight[:, size:]
-            for name in "qkv"
-        }
-        whole = {
-            "self_attn.o_proj.weight": attention.o_proj.weight,
-            **{
-                f"mlp.{name}_proj.weight": getattr(self.midlayer.mlp, f"{name}_proj").weight
-                for name in _MLP
-            },
-            "input_layernorm.weight": self.midlayer.hidden_norm.weight,
-            "post_attention_layernorm.weight": self.midlayer.post_attention_layernorm.weight,
-            "norm.weight": self.norm.weight,
-        }
-        places = halves | whole
-        if not block or any(block[name].shape != place.shape for name, place in places.items()):
+        count, size = self.config.num_layers, self.config.hidden_size
+        if count > self.target.num_layers or not self._copy_first_layer(self.target.block(-count)):
             return
-        for name, place in places.items():
-            place.copy_(block[name])
+        for index, layer in self.layers.items():
+            copy_layer(layer, self.target.block(int(index) - count))
+        self.norm.weight.copy_(self.target.block()["norm.weight"])
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -size:] += torch.eye(
             size, dtype=self.fc.weight.dtype, device=self.fc.weight.device
         )
+
+    def _copy_first_layer(self, block: dict[str, Tensor]) -> bool:
+        """The target's layer on the feature half of the input, where every shape fits."""
+        wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+        padded = {
+            name: torch.cat((torch.zeros_like(weight), weight), dim=-1) if name in wide else weight
+            for name, weight in block.items()
+            if name != "input_layernorm.weight"
+        }
+        kept = {
+            name: self.midlayer.get_parameter(name)[:, : self.config.hidden_size].clone()
+            for name in wide
+        }
+        if block:
+            padded["hidden_norm.weight"] = block["input_layernorm.weight"]
+        if not copy_layer(self.midlayer, padded):
+            return False
+        for name, weight in kept.items():  # the embedding half keeps its random start
+            self.midlayer.get_parameter(name)[:, : self.config.hidden_size] = weight
+        return True

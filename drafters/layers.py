@@ -1,11 +1,11 @@
-"""The decoder block, norms and rotary embeddings shared by the sequential heads.
+"""The decoder layer, norms and rotary embeddings shared by all heads that attend.
 
-The block never sees a cache or a mask. It rotates its queries and keys and hands them to
-``attend``, a callable of its caller: training passes the training-time-test attention, the decoder
-passes one that reads a draft KV cache. That seam is what lets both passes share every weight and
-every line of this file.
+A layer never sees a cache or a mask. It rotates its queries and keys and hands them to ``attend``,
+a callable of its caller: training passes an attention over whole documents, the decoder passes one
+that reads a draft KV cache. That seam is what lets both passes share every weight and every line of
+this file.
 
-Legend: B batch, T rows, D hidden, H query heads, Hkv key/value heads, d head size.
+Legend: B batch, T rows, D hidden, I intermediate, H query heads, Hkv key/value heads, d head size.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q (B, H, T, d), k (B, Hkv, T, d), v (B, Hkv, T, d)) -> (B, H, T, d);
+from drafters.config import DecoderConfig
 
-Keys of other rows are the callee's memory.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (B, H, T, d), k (B, Hkv, T, d), v (B, Hkv, T, dv)) -> (B, H, T, dv).
+
+Scores are scaled by d^-0.5. Keys of other rows, each layer's own, are the callee's memory; so are
+masks and sliding windows.
 """
 
 
@@ -61,24 +64,25 @@ def repeat_heads(x: Tensor, groups: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 feeds it 2·D)."""
+    """Grouped-query attention whose input may be wider than its output (EAGLE-3 feeds it 2·D).
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        theta: float,
-    ) -> None:
+    Args:
+        config: shape of the head; ``qk_norm`` normalises queries and keys per head before the
+            rotation, as Qwen3 does.
+        layer: index handed to ``attend``.
+        input_size: width of the input; None is D.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, input_size: int | None = None) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        self.head_dim = head_dim
-        self.theta = theta
+        size, d = input_size or config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(size, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else None
+        self.layer, self.head_dim, self.theta = layer, d, config.rope_theta
 
     def forward(self, x: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """(B, T, input_size) -> (B, T, D).
@@ -88,13 +92,20 @@ class Attention(nn.Module):
             position_ids: (B, T).
             attend: see :data:`Attend`.
         """
-        batch, rows, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = attend(rotate(q, position_ids, self.theta), rotate(k, position_ids, self.theta), v)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1))
+        q = self._heads(self.q_proj(x), self.q_norm)
+        k, v = self.keys_values(x, position_ids)
+        out = attend(self.layer, rotate(q, position_ids, self.theta), k, v)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def keys_values(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, input_size) -> rotated keys and values, both (B, Hkv, T, d)."""
+        k = self._heads(self.k_proj(x), self.k_norm)
+        return rotate(k, position_ids, self.theta), self._heads(self.v_proj(x), None)
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """(B, T, heads·d) -> (B, heads, T, d)."""
+        split = x.unflatten(-1, (-1, self.head_dim))
+        return (split if norm is None else norm(split)).transpose(1, 2)
 
 
 class GatedMLP(nn.Module):
@@ -109,3 +120,59 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer (arXiv:2302.13971), with Qwen3's query and key norms if asked for.
+
+    Args:
+        config: shape of the head.
+        layer: index handed to ``attend``.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) residual stream -> (B, T, D)."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), position_ids, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@torch.no_grad()
+def copy_layer(layer: nn.Module, weights: dict[str, Tensor]) -> bool:
+    """Start a layer from another one's weights, where every shape fits; all or nothing.
+
+    Args:
+        layer: to fill.
+        weights: by their names in a Llama layer, as ``TargetModel.block`` gives them. Parameters of
+            ``layer`` without one keep their values.
+
+    Returns:
+        Whether it was filled.
+    """
+    shared = {name: place for name, place in layer.named_parameters() if name in weights}
+    if not shared or any(weights[name].shape != place.shape for name, place in shared.items()):
+        return False
+    for name, place in shared.items():
+        place.copy_(weights[name])
+    return True
+
+
+@torch.no_grad()
+def rms_scale(norm: nn.Module) -> Tensor | None:
+    """What a root-mean-square norm multiplies by (Gemma stores one less); None for other norms."""
+    parameters = dict(norm.named_parameters())
+    if set(parameters) != {"weight"}:
+        return None
+    weight = parameters["weight"]
+    ones = torch.ones_like(weight)  # mapped to the scale, whatever is stored
+    signs = ones.clone()
+    signs[::2] = -1.0
+    scale = norm(ones)
+    return scale if torch.allclose(norm(signs), signs * scale, rtol=1e-2) else None

@@ -11,19 +11,51 @@ from torch import nn
 from transformers import AutoConfig
 
 from drafters.base import Drafter
-from drafters.config import Eagle3Config, MedusaConfig
+from drafters.block import DFlashDrafter, choose_mask_token
+from drafters.config import DecoderConfig, DrafterConfig
+from drafters.dspark import DSparkDrafter
 from drafters.eagle import Eagle3Drafter
+from drafters.eagle1 import Eagle1Drafter
+from drafters.families import DFlashConfig
+from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
+from drafters.mtp import MtpDrafter
+from drafters.peagle import PEagleDrafter
 from drafters.target import TargetModel
 
-FAMILIES: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "medusa": MedusaDrafter}
+FAMILIES: dict[str, type[Drafter]] = {
+    drafter.family: drafter
+    for drafter in (
+        MedusaDrafter,
+        HydraDrafter,
+        Eagle1Drafter,
+        Eagle3Drafter,
+        MtpDrafter,
+        PEagleDrafter,
+        DFlashDrafter,
+        DSparkDrafter,
+    )
+}
+"""By the name that a configuration gives them; a new family adds its class here."""
 
 
-def eagle3_config(target: TargetModel, **options: Any) -> Eagle3Config:
-    """A configuration whose block has the target's own shape; ``options`` override fields."""
+def build_config(
+    config_class: type[DrafterConfig], target: TargetModel, **options: Any
+) -> DrafterConfig:
+    """A configuration whose layers have the target's own shape; ``options`` override fields."""
+    shape: dict[str, Any] = target.shape_fields()
+    if issubclass(config_class, DecoderConfig):
+        shape |= layer_shape(target)
+    if issubclass(config_class, DFlashConfig) and options.get("mask_token_id") is None:
+        options["mask_token_id"] = choose_mask_token(target)
+    return config_class(**{**shape, **options})
+
+
+def layer_shape(target: TargetModel) -> dict[str, Any]:
+    """The fields of a :class:`~drafters.config.DecoderConfig` for layers like the target's."""
     theirs = target.config
     heads = theirs.num_attention_heads
-    shape = {
+    return {
         "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
@@ -32,15 +64,6 @@ def eagle3_config(target: TargetModel, **options: Any) -> Eagle3Config:
         "rope_theta": _rope_theta(theirs),
         "max_position_embeddings": target.max_length,
     }
-    return Eagle3Config(**{**target.shape_fields(), **shape, **options})
-
-
-def medusa_config(target: TargetModel, **options: Any) -> MedusaConfig:
-    """A configuration for this target; ``options`` override fields."""
-    return MedusaConfig(**{**target.shape_fields(), **options})
-
-
-CONFIGS = {"eagle3": eagle3_config, "medusa": medusa_config}
 
 
 def build_drafter(family: str, target: TargetModel, seed: int = 0, **options: Any) -> Drafter:
@@ -55,15 +78,15 @@ def build_drafter(family: str, target: TargetModel, seed: int = 0, **options: An
     Raises:
         ValueError: unknown family or option.
     """
-    if family not in CONFIGS:
-        raise ValueError(f"drafter.type {family!r} is unknown: choose one of {sorted(CONFIGS)}")
+    if family not in FAMILIES:
+        raise ValueError(f"drafter.type {family!r} is unknown: choose one of {sorted(FAMILIES)}")
     drafter_class = FAMILIES[family]
     known = drafter_class.config_class.__dataclass_fields__
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"drafter.{unknown[0]}: the {family} head has no such option")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drafter = drafter_class(CONFIGS[family](target, **options))
+        drafter = drafter_class(build_config(drafter_class.config_class, target, **options))
     nn.Module.to(drafter, target.device)
     return drafter.attach(target)
 
@@ -81,7 +104,7 @@ def load_drafter(folder: str | Path, target: TargetModel, **kwargs: Any) -> Draf
             f"head {folder}: no readable config.json of a draft head ({error})"
         ) from error
     for drafter_class in FAMILIES.values():
-        if isinstance(config, drafter_class.config_class):
+        if type(config) is drafter_class.config_class:  # families extend one another
             return drafter_class.load(folder, target, **kwargs)
     raise ValueError(
         f"head {folder}: model_type {config.model_type!r} is not one of Headway's heads"

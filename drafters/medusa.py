@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from drafters.base import Drafter
-from drafters.config import MedusaConfig
+from drafters.families import MedusaConfig
 
 
 class ZeroLinear(nn.Linear):
@@ -69,8 +69,12 @@ class MedusaDrafter(Drafter):
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """(..., D) output of head ``head`` -> draft logits (..., Vd)."""
         if self.lm_heads is None:
-            return self.target.project(hidden.to(self.target.dtype)).to(hidden.dtype)
+            return self.borrowed_logits(hidden)
         return self.lm_heads[head](hidden)
+
+    def output_modules(self) -> list[nn.Module | None]:
+        """The heads' own output matrices, where they have any."""
+        return [self.lm_heads]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ZeroLinear):
@@ -79,8 +83,13 @@ class MedusaDrafter(Drafter):
         else:
             super()._init_weights(module)
 
+    @property
+    def num_drafts(self) -> int:
+        """K."""
+        return self.config.num_heads
+
     @torch.no_grad()
-    def initialise_from_target(self) -> None:
+    def initialise_output(self) -> None:
         """Every trainable output matrix starts as a copy (never an alias) of the target's rows."""
         for linear in self.lm_heads or ():
             assert isinstance(linear, nn.Linear)

@@ -1,13 +1,12 @@
 """TargetModel: any Hugging Face causal LM, unmodified, as the trainers and the decoder see it.
 
-The only file of the project that knows a transformers model's internals: where its embedding and
-output matrix are, how hidden states are captured, how the output matrix becomes logits.
+Knows a transformers model's internals: where its embedding and output matrix are, how hidden states
+are captured, how the output matrix becomes logits. (Only the modules that came with a target need
+to know more: ``mtp_native`` and ``native_layer``.)
 
 Legend: B batch, T rows, D hidden, F captured layers, V target vocabulary.
 """
 
-import hashlib
-import json
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from drafters.fingerprint import fingerprint
+from drafters.layers import rms_scale
 from drafters.partial import only_layers
 
 
@@ -235,7 +236,20 @@ class TargetModel:
         Returns:
             (..., V).
         """
-        logits = self.lm_head(hidden)
+        return self._scaled(self.lm_head(hidden))
+
+    def project_rows(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Logits of some tokens only.
+
+        Args:
+            hidden: (..., D).
+            rows: (n, D) the output matrix at ``ids``, in the dtype of ``hidden``.
+            ids: (n,) token ids.
+        """
+        bias = None if self.lm_head.bias is None else self.lm_head.bias[ids].to(hidden.dtype)
+        return self._scaled(nn.functional.linear(hidden, rows, bias))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
@@ -335,35 +349,8 @@ class TargetModel:
         return self.name or type(self.model).__name__
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes that identify this target whatever dtype it was loaded in.
-
-        Weights are sampled (the first values of every parameter, rounded to bfloat16), so it takes
-        milliseconds on a large model and still tells a fine-tune from its base. Loaded in float16
-        they are left out: its rounding hides the bits that the others agree on.
-        """
-        keys = (
-            "model_type",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "vocab_size",
-        )
-        shape = {key: getattr(self.config, key, None) for key in keys}
-        prints = {"shape": _digest(json.dumps(shape, sort_keys=True))}
-        if self.dtype != torch.float16:
-            prints["weights"] = self._weights_digest()
-        if self._tokenizer is not None:
-            vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
-            prints["tokenizer"] = _digest(vocabulary)
-            prints["chat_template"] = _digest(str(self._tokenizer.chat_template))
-        return prints
-
-    def _weights_digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            sample = parameter.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16).cpu()
-            digest.update(name.encode() + sample.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Hashes that identify this target whatever dtype it was loaded in."""
+        return fingerprint(self.model, self._tokenizer)
 
     def shape_fields(self) -> dict[str, Any]:
         """The fields of a :class:`~drafters.config.DrafterConfig` that describe this target."""
@@ -375,17 +362,20 @@ class TargetModel:
             "target_fingerprint": self.fingerprint(),
         }
 
-    def last_block(self) -> dict[str, Tensor]:
-        """Weights of the last decoder layer and the final norm, where the target is laid out as
-        Llama is.
+    def block(self, index: int = -1) -> dict[str, Tensor]:
+        """Weights of a decoder layer and the final norm, where the target is laid out as Llama is.
+
+        Args:
+            index: of the layer; negative ones count from the end.
 
         Returns:
             Tensors by their names in a Llama layer ("self_attn.q_proj.weight",
-            "mlp.up_proj.weight", ...) plus "norm.weight"; norms as the scale they apply (Gemma
+            "mlp.up_proj.weight", ...) plus "norm.weight", and "self_attn.q_norm.weight" and
+            "self_attn.k_norm.weight" where it has them; norms as the scale they apply (Gemma
             stores one less). Empty for other layouts.
         """
         modules = dict(self.model.get_decoder().named_modules())
-        layer = f"layers.{self.num_layers - 1}"
+        layer = f"layers.{range(self.num_layers)[index]}"
         prefix = layer + "."
         linear = [f"self_attn.{name}_proj" for name in "qkvo"]
         linear += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -397,9 +387,15 @@ class TargetModel:
         if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
             return {}  # further norms, as in Gemma 2, put the same names in other places
         found = {f"{name}.weight": modules[prefix + name].weight.detach() for name in linear}
-        ones = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
-        with torch.no_grad():  # a root-mean-square norm maps ones to its own scale
-            return found | {f"{name}.weight": modules[place](ones) for name, place in norms.items()}
+        for name in ("q_norm", "k_norm"):
+            if prefix + "self_attn." + name in modules:
+                norms["self_attn." + name] = prefix + "self_attn." + name
+        for name, place in norms.items():
+            scale = rms_scale(modules[place])
+            if scale is None:
+                return {}
+            found[f"{name}.weight"] = scale
+        return found
 
     def _check_projection(self) -> None:
         """Captured hidden state through :meth:`project` must give the model's own logits."""
@@ -413,7 +409,3 @@ class TargetModel:
                 f"function of the last hidden state (difference {error:.3g}); this architecture "
                 "needs its own rule in TargetModel.project"
             )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,6 +7,8 @@ Pure functions. Inside the project a draft vocabulary is a sorted list of *absol
 Legend: V target vocabulary, Vd draft vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,36 @@ def choose_draft_vocab(counts: Tensor, size: int, always: tuple[int, ...] = ()) 
     ranked = counts.clone()
     ranked[list(always)] = torch.iinfo(torch.int64).max
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def size_for_coverage(counts: Tensor, coverage: float, always: tuple[int, ...] = ()) -> int:
+    """The smallest draft vocabulary whose tokens make up a part of all occurrences.
+
+    Args:
+        counts: (V,) occurrences of each token in the answers the head will be trained on.
+        coverage: part of them, in (0, 1].
+        always: ids that must be in (the end-of-sequence tokens).
+
+    Returns:
+        Vd; tokens that never occur are not needed.
+
+    Raises:
+        ValueError: there is nothing to count, or ``coverage`` is out of range.
+    """
+    if not 0 < coverage <= 1:
+        raise ValueError(f"draft_vocab_coverage must lie in (0, 1], got {coverage}")
+    total = int(counts.sum())
+    if not total:
+        raise ValueError("draft_vocab_coverage: no answer token to count")
+    needed = math.ceil(coverage * total * (1 - 1e-12))  # 0.1 * 30 is a little more than 3
+    forced = sorted(set(always))
+    covered = int(counts[forced].sum())
+    if covered >= needed:
+        return max(len(forced), 1)
+    rest = counts.clone()
+    rest[forced] = 0
+    cumulated = covered + rest.sort(descending=True).values.cumsum(0)  # with 1, 2, ... more
+    return len(forced) + 1 + int(torch.searchsorted(cumulated, needed))
 
 
 def draft_index(draft_vocab: Tensor, vocab_size: int) -> Tensor:

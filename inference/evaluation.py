@@ -28,6 +28,7 @@ from inference.compare import (
     explain_difference,
     reference_text,
 )
+from inference.confidence import JudgedDrafts
 from inference.generate import Round, speculative_generate
 from inference.processors import fresh
 from inference.proposers.base import Proposer
@@ -60,6 +61,7 @@ class Request:
         tokens: new tokens.
         emitted: how many of them each round gave.
         stats: acceptance over the rounds.
+        judged: what a confidence output predicted, and what happened; empty without one.
         seconds: "prefill", "target", "draft", and "total" of the decoding; in a batch, an equal
             share of its time.
         reference: None if none was asked for.
@@ -70,6 +72,7 @@ class Request:
     tokens: list[int]
     emitted: list[int]
     stats: AcceptanceStats
+    judged: JudgedDrafts
     seconds: dict[str, float]
     reference: Reference | None
     difference: Difference | None
@@ -124,10 +127,12 @@ class Report:
         """Acceptance and speed of one category, or of all."""
         requests = [r for r in self.requests if category in (None, r.prompt.category)]
         stats = reduce(AcceptanceStats.merge, (r.stats for r in requests), AcceptanceStats())
+        judged = reduce(JudgedDrafts.merge, (r.judged for r in requests), JudgedDrafts())
         means = [r.stats.acceptance_length for r in requests if r.stats.num_drafts]
         return {
             **stats.to_dict(),
             "acceptance_length_per_request": _ratio(sum(means), len(means)),
+            **judged.to_dict(),
             "num_prompts": len(requests),
             **self._speed(requests),
         }
@@ -261,6 +266,7 @@ class _Measurement:
                 tokens,
                 [len(done.emitted) for done in mine],
                 _count(mine),
+                _judge(mine),
                 seconds,
                 reference,
                 self.difference(prompt, reference, tokens),
@@ -294,6 +300,13 @@ def _count(rounds: list[Round]) -> AcceptanceStats:
         depth = int(tree.depths.max())
         stats.add_round(depth, tree.num_draft_tokens, len(done.accepted), len(done.emitted))
     return stats
+
+
+def _judge(rounds: list[Round]) -> JudgedDrafts:
+    judged = JudgedDrafts()
+    for done in rounds:
+        judged.add_round(done.tree, done.accepted, ended=done.next_token is None)
+    return judged
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

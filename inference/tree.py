@@ -3,8 +3,8 @@
 Pure: torch and the standard library. A tree is data, a chain is a tree, and node 0 is always the
 root: the last committed token x_a, which is verified again only because its row predicts x_{a+1}.
 
-Letters: N tree nodes (root included), M candidate nodes, F frontier nodes, R candidates per
-frontier node, K draft steps or heads, V target vocabulary.
+Letters: N tree nodes (root included), M candidate nodes, C new ones, F frontier nodes, R candidates
+per frontier node, K draft steps or heads, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class TokenTree:
             without drawn children are unused.
         drawn: (N,) bool, only for MIXED: whether a node was drawn or chosen. A chosen token may
             depend on its drawn siblings, which come before it. The root's entry is unused.
+        survival: (N,) predicted chance that the node is accepted, as its parent's first child, and
+            all nodes on the way to it are; NaN where nobody predicted it, as for copied nodes in a
+            merged tree. None without a confidence output. Verification does not look at it.
     """
 
     tokens: Tensor
@@ -73,6 +76,7 @@ class TokenTree:
     proposal: Proposal
     draft_probs: Tensor | None = None
     drawn: Tensor | None = None
+    survival: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the shape of the tree; the walk of `verify` relies on every one of these."""
@@ -209,6 +213,13 @@ class TokenTree:
             nodes.append(self._parents[nodes[-1]])
         return nodes[::-1]
 
+    def first_path(self) -> list[int]:
+        """The root, its first child, that one's first child, and so on to a leaf."""
+        nodes = [0]
+        while below := self._children[nodes[-1]]:
+            nodes.append(next(iter(below.values())))
+        return nodes
+
     # The walk runs on the host: each tensor is read once per tree, not once per node.
 
     @cached_property
@@ -279,12 +290,29 @@ def expand(
     Returns:
         M + F*R nodes; the new ones follow the old, grouped by frontier node.
     """
-    scores = candidates.scores[frontier, None] + log_probs.to(candidates.scores.dtype)
     parents = frontier[:, None].expand_as(tokens)
+    return append(candidates, parents.reshape(-1), tokens.reshape(-1), log_probs.reshape(-1))
+
+
+def append(
+    candidates: Candidates, parents: Tensor, tokens: Tensor, log_probs: Tensor
+) -> Candidates:
+    """Append C nodes.
+
+    Args:
+        candidates: the M nodes so far.
+        parents: (C,) their indices.
+        tokens: (C,) absolute ids.
+        log_probs: (C,) of each after its parent, at most 0.
+
+    Returns:
+        M + C nodes; the new ones follow the old.
+    """
+    scores = candidates.scores[parents] + log_probs.to(candidates.scores.dtype)
     return Candidates(
-        tokens=torch.cat([candidates.tokens, tokens.reshape(-1)]),
-        parents=torch.cat([candidates.parents, parents.reshape(-1)]),
-        scores=torch.cat([candidates.scores, scores.reshape(-1)]),
+        tokens=torch.cat([candidates.tokens, tokens]),
+        parents=torch.cat([candidates.parents, parents]),
+        scores=torch.cat([candidates.scores, scores]),
     )
 
 

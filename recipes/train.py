@@ -22,10 +22,11 @@ import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from drafters import Drafter, TargetModel, build_drafter, load_drafter
+from drafters import Drafter, TargetModel
 from drafters.export import write_native
 from inference.evaluation import Prompt, measure
 from inference.proposers import TreeOptions, build_proposer
+from recipes.heads import make_drafter
 from recipes.parity import check_parity
 from training.answers import (
     AnswerOptions,
@@ -36,9 +37,9 @@ from training.answers import (
 from training.chat import MaskError, TokenizedRow, encode_prompt, encode_row
 from training.config import TrainConfig, parse_config, save_config
 from training.data import PackedDataset, collate, load_rows
-from training.features import check_packing
+from training.features import OnlineFeatures, check_packing
 from training.loop import Trainer, make_accelerator
-from training.objectives import Objective, ObjectiveOptions, build_objective
+from training.objectives import Objective, build_objective
 from training.provenance import provenance, write_provenance
 
 logger = logging.getLogger("recipes.train")
@@ -57,21 +58,30 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: a user error in the configuration, the data or the files.
     """
     config = parse_config(argv)
-    options = objective_options(config)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     accelerator = make_accelerator(config.run, config.target.device)
     show_progress(accelerator.is_main_process)
     with claim(Path(config.run.out), accelerator.is_main_process):
-        return train(config, options, accelerator)
+        return train(config, accelerator)
 
 
 def train(
-    config: TrainConfig, options: ObjectiveOptions, accelerator: Accelerator
+    config: TrainConfig,
+    accelerator: Accelerator,
+    target: TargetModel | None = None,
+    features: OnlineFeatures | None = None,
 ) -> dict[str, Any]:
-    """The steps of one run; see :func:`main`."""
+    """The steps of one run; see :func:`main`.
+
+    Args:
+        config: resolved.
+        accelerator: of this process.
+        target: loaded already; None loads it.
+        features: hidden states shared with other runs on the same data.
+    """
     out = Path(config.run.out)
-    target = load_target(config, accelerator)
+    target = target or load_target(config, accelerator)
     evaluate = make_evaluate(config, target)
     rows = encode_rows(config, target, load_answers(config, target, accelerator))
     data, run = config.data, config.run
@@ -88,13 +98,13 @@ def train(
             "data: %d rows have nothing supervised within data.max_length", dataset.num_unusable
         )
     drafter = make_drafter(config, target, dataset)
-    objective = build_objective(drafter, options)
+    objective = build_objective(drafter, config.loss)
     logger.info(
         "head: %s, %.1fM trainable parameters",
         drafter.family,
         drafter.num_parameters_trained() / 1e6,
     )
-    trainer = Trainer(config, accelerator, target, objective, dataset, evaluate)
+    trainer = Trainer(config, accelerator, target, objective, dataset, evaluate, features)
     trainer.prepare()
     if run.parity:
         check_before_training(target, objective, dataset)
@@ -238,36 +248,6 @@ def encode_rows(
     return encoded
 
 
-def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDataset) -> Drafter:
-    """A new head with its draft vocabulary, or the one named by ``drafter.init_from``."""
-    options = config.drafter
-    if options.init_from is not None:
-        drafter = load_drafter(options.init_from, target)
-        if drafter.family != options.family:
-            raise ValueError(
-                f"drafter.init_from is a {drafter.family} head but drafter.type is {options.family}"
-            )
-        defaults = vars(type(options)(init_from=options.init_from))
-        for name, default in defaults.items():
-            asked = getattr(options, name)
-            if asked != default and asked != getattr(drafter.config, name):
-                raise ValueError(
-                    f"drafter.{name}={asked} has no effect: the head of drafter.init_from has "
-                    f"{getattr(drafter.config, name)}. Drop it, or train a new head"
-                )
-        return drafter.train()
-    drafter = build_drafter(options.family, target, config.run.seed, **options.head_fields())
-    drafter.set_draft_vocab(dataset.token_counts(target.vocab_size))
-    return drafter.train()
-
-
-def objective_options(config: TrainConfig) -> ObjectiveOptions:
-    """The loss section as the objective takes it."""
-    loss = config.loss
-    steps = 3 if loss.steps is None else loss.steps
-    return ObjectiveOptions(loss.name, steps, loss.decay, loss.confidence_weight, loss.chunk)
-
-
 def check_before_training(
     target: TargetModel, objective: Objective, dataset: PackedDataset
 ) -> None:
@@ -283,10 +263,12 @@ def check_before_training(
     row = max((row for group in dataset.groups[:32] for row in group), key=lambda row: len(row.ids))
     report = check_parity(target, objective, row)
     logger.info(
-        "parity: training and decoding logits agree to %.1e (allowed %.0e) at %d positions",
+        "parity: training and decoding logits agree to %.1e (allowed %.0e) at %d positions, the "
+        "target's hidden states to %.1e",
         report.error,
         report.tolerance,
         report.positions,
+        report.feature_error,
     )
 
 
@@ -307,7 +289,12 @@ def make_evaluate(
             target, proposer, prompts, max_new_tokens=options.max_new_tokens, compare=None
         )
         found = report.summary()
-        names = ("acceptance_length", "accepted_per_round")
+        names = (
+            "acceptance_length",
+            "accepted_per_round",
+            "confidence_auc",
+            "confidence_error",
+        )
         return {name: found[name] for name in names if found[name] is not None}
 
     return evaluate

@@ -5,24 +5,42 @@ needs no training: `ngram` copies what followed the last tokens before, `suffix`
 suffix automaton over prompt, output and earlier outputs, `draft-model` asks a smaller model with
 the same tokenizer, `layer-skip` asks the target's own first layers. `--with-ngram` adds copied
 children to the trees of a head or a draft model.
+
+`--tree` says where the shape of a head's trees comes from: they are `grown` anew in each round
+towards its likeliest paths, or they have one `static` shape, the head's own or that of a file.
 """
 
 import argparse
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.proposers import MedusaProposer, Proposer, TreeOptions, build_proposer
+from inference.confidence import label_note
+from inference.proposers import HeadProposer, Proposer, TreeOptions, build_proposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
-from inference.proposers.growth import DRAWS
+from inference.proposers.heads import default_tree
+from inference.proposers.laws import proposal_kind
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
+from inference.proposers.options import DRAWS
 from inference.proposers.suffix import SuffixProposer
+from inference.sampling import SamplingParams
+from inference.static_tree import StaticTree, static_tree
 
-TREE = {"size": 32, "depth": 5, "branch": 8, "draws": "all", "draft_temperature": None}
+TREE: dict[str, Any] = {
+    "size": 32,
+    "depth": 5,
+    "branch": 8,
+    "draws": "all",
+    "draft_temperature": None,
+    "sharpness": 0.8,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "head": {**TREE, "with_ngram": False},
+    "head": {**TREE, "draws": None, "min_confidence": 0.0, "with_ngram": False},
     "ngram": {"size": 32, "depth": 10, "branch": 8},
     "suffix": {"size": 32, "depth": 16, "branch": 8},
     "draft-model": {**TREE, "branch": 1, "with_ngram": False},
@@ -33,7 +51,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NAMED = {"head": "head", "draft-model": "draft_model"}
 """Kinds that need a model's name, and the option that gives it."""
 
-OPTIONS = ("size", "depth", "branch", "draws", "draft_temperature", "with_ngram")
+OPTIONS = (
+    "size",
+    "depth",
+    "branch",
+    "draws",
+    "draft_temperature",
+    "sharpness",
+    "min_confidence",
+    "with_ngram",
+)
+
+FIELDS = {"branch": "top_k", "min_confidence": "min_survival"}
+"""Options that `TreeOptions` has under another name."""
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +81,12 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         help="layer-skip: draft with these layers (from 0) instead of the first E",
     )
     add(
+        "--tree",
+        metavar="grown|static|FILE",
+        help="the shape of the trees: grown in each round, static, or a JSON list of rank paths "
+        "(default: the head's own where it has one, static for Medusa, else grown)",
+    )
+    add(
         "--size",
         type=int,
         metavar="N",
@@ -61,7 +97,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=int,
         metavar="N",
-        help="longest drafted path; not for Medusa, which has its heads (default: 5; ngram 10, "
+        help="longest drafted path, for heads of K drafts at most K (default: K, or 5; ngram 10, "
         "suffix 16, layer-skip 3)",
     )
     add(
@@ -70,11 +106,22 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="children of a node, 1 drafts chains (default: 8; 1 for models and layers)",
     )
+    _add_law_options(add)
+    add(
+        "--with-ngram",
+        action="store_true",
+        default=None,
+        help="add children copied from the text so far",
+    )
+
+
+def _add_law_options(add: Any) -> None:
+    """Options of how drafts are chosen from a draft law."""
     add(
         "--draws",
         choices=DRAWS,
-        help="rule rejection at a temperature: draw all children of a node, or one beside its "
-        "likeliest (default: all)",
+        help="rule rejection or block at a temperature: draw all children of a node, or one beside "
+        "its likeliest, or none (default: all; none for heads that draft several tokens at once)",
     )
     add(
         "--draft-temperature",
@@ -83,10 +130,18 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         help="factor on the temperature of the draft law (default: the head's calibrated one)",
     )
     add(
-        "--with-ngram",
-        action="store_true",
-        default=None,
-        help="add children copied from the text so far",
+        "--sharpness",
+        type=float,
+        metavar="S",
+        help="rule coupled at a temperature: how far the draft law is trusted beside the target's "
+        "noise, less is more (default: 0.8)",
+    )
+    add(
+        "--min-confidence",
+        type=float,
+        metavar="F",
+        help="draft nothing behind a node from which the whole path would be accepted less often "
+        "than this, by the head's confidence output (default: 0, draft all)",
     )
 
 
@@ -101,44 +156,106 @@ def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
     """
     kind = args.proposer or "head"
     _check_names(args, kind)
-    fixed = {name: f"not an option of {kind} drafts" for name in OPTIONS}
-    fixed = {name: why for name, why in fixed.items() if name not in DEFAULTS[kind]}
+    defaults = dict(DEFAULTS[kind])
+    fixed = {name: f"not an option of {kind} drafts" for name in OPTIONS if name not in defaults}
     drafter = read_head(args.head, target, target.dtype) if kind == "head" else None
+    shape, tree = _tree(args, kind, drafter)
+    fixed |= fixed_options(drafter, tree)
     if drafter is not None:
-        fixed |= fixed_options(drafter, args.branch)
+        _check_head(args, drafter)
+        defaults["depth"] = drafter.num_drafts or defaults["depth"]
     options: dict[str, Any] = {}
     for name in OPTIONS:
         given = getattr(args, name)
         if name not in fixed:
-            options[name] = DEFAULTS[kind][name] if given is None else given
+            options[name] = defaults[name] if given is None else given
         elif given is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect on these drafts, {fixed[name]}: drop it")
-    _check_draws(args)
-    vars(args).update(options, proposer=kind)
-    return _build(args, kind, drafter, target, options)
+    _check_laws(args)
+    vars(args).update(options, proposer=kind, tree=tree)
+    proposer = _build(args, kind, drafter, target, options, shape)
+    if args.min_confidence and args.rule != "all":
+        note = confidence_note(proposer, args.rule, args.temperature)
+        if note is not None:
+            print(f"--min-confidence: {note}", file=sys.stderr)
+    return proposer
 
 
-def fixed_options(drafter: Drafter, branch: int | None) -> dict[str, str]:
-    """The options that have no effect on a head, and why.
+def _tree(
+    args: argparse.Namespace, kind: str, drafter: Drafter | None
+) -> tuple[StaticTree | None, str | None]:
+    """The shape, if it is known, and the value of `--tree`; None without such an option."""
+    given = args.tree
+    if kind not in ("head", "draft-model"):
+        if given is not None:
+            raise ValueError(
+                f"--tree has no effect on these drafts, not an option of {kind} drafts"
+            )
+        return None, None
+    own = None if drafter is None else drafter.config.tree
+    if given is None:
+        static = own is not None or isinstance(drafter, MedusaDrafter)
+        given = "static" if static and args.branch != 1 else "grown"
+    if given == "grown":
+        return None, given
+    if given == "static":
+        return None if own is None else static_tree([tuple(path) for path in own]), given
+    return read_tree(Path(given)), given
+
+
+def read_tree(path: Path) -> StaticTree:
+    """A shape from a JSON file.
 
     Args:
-        drafter: the head.
-        branch: as given.
+        path: a list of rank paths such as [[0], [0, 0], [1]], or an object with one as `tree`, as
+            the config of a head is.
+
+    Raises:
+        ValueError: the file holds none.
     """
-    if not isinstance(drafter, MedusaDrafter):
-        return {}
-    fixed = {
-        "depth": f"whose depth is its number of heads ({drafter.config.num_heads})",
-        "draws": "which are the likeliest tokens of each head, none of them drawn",
-    }
-    if branch == 1:
-        return {**fixed, "size": "which are a chain of the best token of each head"}
-    fixed["branch"] = "whose tree has one shape, chosen by --size (or --branch 1: a chain)"
-    if drafter.config.tree is not None:
-        paths = len(drafter.config.tree)
-        fixed["size"] = f"whose head brings its own tree of {paths} draft tokens along"
-    return fixed
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found = found["tree"] if isinstance(found, dict) else found
+        paths = [tuple(int(rank) for rank in ranks) for ranks in found]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--tree {path}: neither grown nor static nor a JSON file with a list of rank paths "
+            f"such as [[0], [0, 0], [1]] ({error})"
+        ) from error
+    return static_tree(paths)
+
+
+def fixed_options(drafter: Drafter | None, tree: str | None) -> dict[str, str]:
+    """The options that have no effect, and why.
+
+    Args:
+        drafter: the head, if drafts come from one.
+        tree: value of `--tree`.
+    """
+    fixed: dict[str, str] = {}
+    own = None if drafter is None else drafter.config.tree
+    if tree in (None, "grown"):
+        return fixed
+    if tree != "static":
+        why = f"whose shape is that of {tree}"
+    elif own is not None:
+        why = f"whose head brings its own tree of {len(own)} draft tokens along (--tree grown)"
+    else:
+        return {**fixed, "branch": "whose shape is static, chosen by --size (or --tree grown)"}
+    return {**fixed, "size": why, "depth": why, "branch": why}
+
+
+def _check_head(args: argparse.Namespace, drafter: Drafter) -> None:
+    """Options that a head must be made for."""
+    most = drafter.num_drafts
+    if args.depth is not None and most is not None and args.depth > most:
+        raise ValueError(f"--depth {args.depth}: this head drafts {most} tokens, no more: lower it")
+    if args.min_confidence and drafter.confidence is None:
+        raise ValueError(
+            "--min-confidence needs a head with a confidence output, and this one has none: train "
+            "one with confidence_head, or drop it"
+        )
 
 
 def _build(
@@ -147,8 +264,9 @@ def _build(
     drafter: Drafter | None,
     target: TargetModel,
     options: dict[str, Any],
+    shape: StaticTree | None,
 ) -> Proposer:
-    tree = {"top_k" if name == "branch" else name: value for name, value in options.items()}
+    tree = {FIELDS.get(name, name): value for name, value in options.items()}
     with_ngram = tree.pop("with_ngram", False)
     if with_ngram and "size" in tree:
         tree["size"] = max(2, (tree["size"] + 1) // 2)  # the other half is for copied children
@@ -156,10 +274,14 @@ def _build(
         return NgramProposer(**options)
     if kind == "suffix":
         return SuffixProposer(**options)
-    proposer: Proposer
+    proposer: HeadProposer | DraftModelProposer
     if kind == "layer-skip":
         width = tree.pop("top_k")
         return LayerSkipProposer(args.exit_layer, args.draft_layers, width=width, **tree)
+    if args.tree == "static" and shape is None:  # of no head's own
+        columns = target.vocab_size if drafter is None else drafter.config.draft_vocab_size
+        shape = default_tree(tree["depth"], tree["size"], columns or target.vocab_size)
+    tree |= {"shape": shape} if shape is not None else {"grown": True}
     if drafter is not None:
         proposer = build_proposer(drafter, TreeOptions(**tree))
     else:
@@ -167,11 +289,28 @@ def _build(
         proposer = DraftModelProposer(draft, TreeOptions(**tree))
     if not with_ngram:
         return proposer
-    if isinstance(proposer, MedusaProposer) and "size" not in options:  # a tree of its own
-        size = len(proposer.shape.parents) + TREE["size"] // 2
-    else:
+    if "size" in options:
         size = options["size"]
+    else:
+        assert shape is not None
+        size = shape.num_nodes + TREE["size"] // 2
     return ComposedProposer(proposer, NgramProposer(size=size), size=size)
+
+
+def confidence_note(proposer: Proposer, rule: str, temperature: float) -> str | None:
+    """One line if a head's confidence output does not predict what this decoder will do.
+
+    Args:
+        proposer: of a head, alone or in a composed one; others have no confidence output.
+        rule: of acceptance.
+        temperature: of the sampling.
+    """
+    heads = proposer.proposers if isinstance(proposer, ComposedProposer) else (proposer,)
+    for head in heads:
+        if isinstance(head, HeadProposer) and head.drafter.confidence is not None:
+            kind = proposal_kind(rule, SamplingParams(temperature), head.draws)
+            return label_note(head.drafter.config.confidence_rule, rule, kind, temperature)
+    return None
 
 
 def _check_names(args: argparse.Namespace, kind: str) -> None:
@@ -192,12 +331,14 @@ def _check_names(args: argparse.Namespace, kind: str) -> None:
         raise ValueError("--exit-layer and --draft-layers belong to --proposer layer-skip")
 
 
-def _check_draws(args: argparse.Namespace) -> None:
-    """Options of drawn drafts have no effect where none are drawn."""
-    drawn = args.rule in ("all", "rejection", "block") and args.temperature > 0
-    if args.draws is not None and not drawn:
+def _check_laws(args: argparse.Namespace) -> None:
+    """Options of drafts at a temperature have no effect where none are chosen so."""
+    sampled = args.temperature > 0
+    if args.draws is not None and not (sampled and args.rule in ("all", "rejection", "block")):
         raise ValueError("--draws has an effect with --rule rejection at a --temperature only")
-    if args.draft_temperature is not None and args.temperature == 0:
+    if args.sharpness is not None and not (sampled and args.rule in ("all", "coupled")):
+        raise ValueError("--sharpness has an effect with --rule coupled at a --temperature only")
+    if args.draft_temperature is not None and not sampled:
         raise ValueError("--draft-temperature has no effect at temperature 0: drop it")
 
 

@@ -30,7 +30,7 @@ from scripts.common import (
     sampling_params,
     write_json_atomic,
 )
-from scripts.drafting import add_drafting_options, load_proposer
+from scripts.drafting import add_drafting_options, confidence_note, load_proposer
 from training.provenance import provenance
 
 
@@ -54,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     result = {**report.to_dict(), "settings": settings(args)}
     print_report(result)
+    if result["confidence_drafts"] and not args.min_confidence:  # with it, it has been said
+        note = confidence_note(proposer, args.rule, sampling.temperature)
+        print("" if note is None else f"note: {note}\n", end="")
     try:
         if args.out is not None:
             write_json_atomic(args.out, {**result, **provenance(), "requests": records(report)})
@@ -133,6 +136,12 @@ def print_report(result: dict[str, Any]) -> None:
     if total:
         parts = (f"{name} {seconds[name] / total:.1%}" for name in ("target", "draft", "other"))
         print(f"\ndecoding time: {', '.join(parts)} of {total:.1f} s")
+    if result["confidence_drafts"]:
+        print(
+            f"confidence: AUC {_number(result['confidence_auc'], 3)}, error of the predicted "
+            f"survival {_number(result['confidence_error'], 3)} over "
+            f"{result['confidence_drafts']} drafts"
+        )
     print_identity(result)
 
 

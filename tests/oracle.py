@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.growth import proposal_kind
+from inference.proposers.laws import proposal_kind
 from inference.tree import Proposal, TokenTree
 
 

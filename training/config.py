@@ -8,15 +8,14 @@ flag.
 """
 
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import draccus
 
-from training.losses import DISTILLATION
+from training.drafter_options import DrafterOptions
+from training.objectives.options import ObjectiveOptions
 
-LOSSES = tuple(sorted(DISTILLATION))
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -42,93 +41,6 @@ class TargetOptions:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"target.{name} must be one of {known}, got {value!r}")
-
-
-@dataclass
-class DrafterOptions(draccus.ChoiceRegistry):
-    """The head: ``type`` names its family; the other keys are fields of that family's config."""
-
-    init_from: str | None = None
-    """Start from this native head (a folder or hub id) instead of a new one;
-
-    Its own config then holds.
-    """
-    confidence_head: bool = True
-    """Carry a confidence output c_k."""
-
-    def head_fields(self) -> dict[str, Any]:
-        """Keyword arguments for ``drafters.build_drafter``."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "init_from"}
-        return {name: value for name, value in named.items() if value is not None}
-
-    @property
-    def family(self) -> str:
-        """The family's name, as in ``drafters.FAMILIES``."""
-        return self.get_choice_name(type(self))
-
-
-@DrafterOptions.register_subclass("eagle3")
-@dataclass
-class Eagle3Options(DrafterOptions):
-    """EAGLE-3 (arXiv:2503.01840)."""
-
-    draft_vocab_size: int | None = None
-    """Rows of the head's own output matrix, the most frequent answer tokens;
-
-    Null keeps the whole vocabulary.
-    """
-    feature_layers: list[int] | None = None
-    """hidden_states indices to fuse; null is [2, n//2, n-3]."""
-    fc_norm: bool = False
-    """Normalise each feature before the fusion (EAGLE-3.1)."""
-    norm_output: bool = False
-    """Feed the normed output back (EAGLE-3.1)."""
-
-
-@DrafterOptions.register_subclass("medusa")
-@dataclass
-class MedusaOptions(DrafterOptions):
-    """Medusa (arXiv:2401.10774)."""
-
-    num_heads: int = 4
-    """K."""
-    num_layers: int = 1
-    """Residual blocks per head."""
-    shared_lm_head: bool = False
-    """Use the target's frozen output matrix for all heads (large vocabularies)."""
-    draft_vocab_size: int | None = None
-    """Rows of each head's own output matrix; null keeps the whole vocabulary."""
-
-
-@dataclass
-class LossOptions:
-    """The objective."""
-
-    name: str = "kl"
-    """kl, soft_cross_entropy, tv or lk_hybrid."""
-    steps: int | None = None
-    """Training-time-test steps of a sequential head;
-
-    Null is 3. Not for Medusa, whose depths are its heads.
-    """
-    decay: float = 0.8
-    """Weight of depth i is decay^i."""
-    confidence_weight: float = 0.1
-    """Weight of the confidence loss."""
-    chunk: int = 256
-    """Label rows whose vocabulary-sized tensors live at once; 0 takes all."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError naming a field that is out of range."""
-        if self.name not in LOSSES:
-            raise ValueError(f"loss.name {self.name!r} is unknown: choose one of {LOSSES}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"loss.steps must be at least 1, got {self.steps}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"loss.decay must lie in (0, 1], got {self.decay}")
-        for name in ("confidence_weight", "chunk"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"loss.{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass
@@ -309,15 +221,16 @@ class TrainConfig:
     drafter: DrafterOptions
     data: DataOptions
     run: RunOptions
-    loss: LossOptions = field(default_factory=LossOptions)
+    loss: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     evaluate: EvalOptions = field(default_factory=EvalOptions)
 
     def __post_init__(self) -> None:
         """Raise ValueError where options of different sections contradict each other."""
-        if self.loss.steps is not None and self.drafter.family == "medusa":
+        self.loss.resolved(self.drafter.family)
+        if self.loss.confidence_weight is not None and not self.drafter.confidence_head:
             raise ValueError(
-                "loss.steps has no effect on medusa, whose depths are drafter.num_heads: drop it"
+                "loss.confidence_weight has no effect without drafter.confidence_head: drop it"
             )
 
 

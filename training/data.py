@@ -29,6 +29,8 @@ class Batch:
         document_ids: (B, T), counting from 0 in each sequence, -1 at padding.
         supervised: (B, T) bool, true where the *target* produced the token.
         index: (B,) which sequence of the dataset each row is, -1 where that is not known.
+        draw: (B,) global number of this use of the sequence, the key of everything that training
+            draws afresh for it (see ``training.draws``).
     """
 
     input_ids: Tensor
@@ -36,6 +38,7 @@ class Batch:
     document_ids: Tensor
     supervised: Tensor
     index: Tensor
+    draw: Tensor
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``."""
@@ -125,6 +128,7 @@ def collate(
     groups: Sequence[Sequence[TokenizedRow]],
     length: int,
     index: Sequence[int] | None = None,
+    draw: Sequence[int] | None = None,
     pad_id: int = 0,
 ) -> Batch:
     """Packed groups to one (B, T) batch;
@@ -146,7 +150,9 @@ def collate(
             supervised[number, span] = torch.tensor(row.supervised)
             start = span.stop
         positions[number, start:] = torch.arange(length - start)
-    return Batch(ids, positions, documents, supervised, torch.tensor(index or [-1] * len(groups)))
+    indices = torch.tensor(index or [-1] * len(groups))
+    draws = torch.tensor(draw or [0] * len(groups))
+    return Batch(ids, positions, documents, supervised, indices, draws)
 
 
 class PackedDataset:
@@ -174,6 +180,7 @@ class PackedDataset:
         self.groups = pack(rows, length) if packed else [[row] for row in _usable(rows, length)]
         self.num_unusable = len(rows) - sum(len(group) for group in self.groups)
         self.length, self.batch_size, self.seed = length, batch_size, seed
+        self._epoch: tuple[int, Tensor] | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -206,15 +213,23 @@ class PackedDataset:
     def step_indices(self, step: int) -> list[int]:
         """Which sequences make up optimizer step ``step`` (from 0), over all processes."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(
-            len(self.groups), generator=torch.Generator().manual_seed(self.seed * 100_003 + epoch)
-        )
+        order = self._order(epoch)
         start = within * self.batch_size
         return [int(order[(start + i) % len(self.groups)]) for i in range(self.batch_size)]
+
+    def _order(self, epoch: int) -> Tensor:
+        """The order of one epoch, kept until another is asked for."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            seeded = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+            self._epoch = (epoch, torch.randperm(len(self.groups), generator=seeded))
+        return self._epoch[1]
 
     def micro_batches(self, step: int, rank: int, world: int, micro_size: int) -> Iterator[Batch]:
         """This process's share of step ``step``, ``micro_size`` sequences at a time."""
         mine = self.step_indices(step)[rank::world]
+        first = self.seed * 1_000_000_007 + step * self.batch_size
+        draws = list(range(first, first + self.batch_size))[rank::world]
         for start in range(0, len(mine), micro_size):
-            index = mine[start : start + micro_size]
-            yield collate([self.groups[i] for i in index], self.length, index)
+            part = slice(start, start + micro_size)
+            groups = [self.groups[i] for i in mine[part]]
+            yield collate(groups, self.length, mine[part], draws[part])

@@ -3,8 +3,8 @@
 Legend: B batch, T sequence, D hidden, F captured layers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,29 @@ class OnlineFeatures:
         self._room = int(memory_gb * 1e9)
         self._remember = memory_gb > 0
         self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def of(self, layers: Sequence[int]) -> Callable[[Batch], TargetBatch]:
+        """The same hidden states and memory, seen by a head that reads some of the layers only.
+
+        Args:
+            layers: some of those captured, in order.
+
+        Raises:
+            ValueError: a layer that is not captured.
+        """
+        if missing := sorted(set(layers) - set(self.layers)):
+            raise ValueError(f"features: layers {missing} are not among those captured")
+        size = self.target.hidden_size
+        places = [self.layers.index(layer) for layer in layers]
+
+        def chosen(batch: Batch) -> TargetBatch:
+            data = self(batch)
+            if not layers or data.features is None:
+                return replace(data, features=None)
+            parts = data.features.split(size, dim=-1)
+            return replace(data, features=torch.cat([parts[place] for place in places], dim=-1))
+
+        return chosen
 
     def __call__(self, batch: Batch) -> TargetBatch:
         """Hidden states for a batch of a :class:`~training.data.PackedDataset`."""

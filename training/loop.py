@@ -9,10 +9,8 @@ import json
 import logging
 import math
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -31,6 +29,7 @@ from training.config import OptimOptions, RunOptions, TrainConfig
 from training.data import Batch, PackedDataset
 from training.features import OnlineFeatures
 from training.objectives import Objective
+from training.signals import Stop, stop_on_signal
 
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[Drafter, int], dict[str, float]]
@@ -50,6 +49,7 @@ class Trainer:
         objective: the head's objective.
         dataset: packed sequences.
         evaluate: (head, step) -> metrics by the real decoder; None evaluates nothing.
+        features: hidden states shared with other runs on the same dataset; None makes its own.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Trainer:
         objective: Objective,
         dataset: PackedDataset,
         evaluate: Evaluate | None = None,
+        features: OnlineFeatures | None = None,
     ) -> None:
         self.config, self.run, self.out = config, config.run, Path(config.run.out)
         self.accelerator, self.dataset, self.evaluate = accelerator, dataset, evaluate
         self.drafter = objective.drafter
-        self.features = OnlineFeatures(
-            target, self.drafter.feature_layers, config.data.feature_memory_gb
-        )
+        layers = self.drafter.feature_layers
+        shared = features or OnlineFeatures(target, layers, config.data.feature_memory_gb)
+        self.features = shared.of(layers)
         self.total_steps = self.run.steps or max(
             1, math.ceil(self.run.epochs * dataset.steps_per_epoch)
         )
@@ -75,17 +76,18 @@ class Trainer:
         self.scheduler = get_scheduler(
             config.optim.schedule, self.optimizer, warmup, self.total_steps
         )
+        self.bare = objective
         self.objective, self.optimizer = accelerator.prepare(objective, self.optimizer)
         self.world, self._prepared = accelerator.num_processes, False
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self._stop, self.stopping = _Stop(), False
+        self._stop, self.stopping = Stop(), False
         self.sums: dict[str, Tensor] = {}
         self.metrics_file = self.out / "metrics.jsonl"
 
     def release(self) -> None:
         """Free the data-parallel wrapper: it would wait for threads of an ended process group."""
         self.accelerator.wait_for_everyone()
-        del self.objective, self.optimizer
+        del self.objective, self.bare, self.optimizer
         self.accelerator.free_memory()
         gc.collect()
 
@@ -138,11 +140,15 @@ class Trainer:
                 self.step, accelerator.process_index, accelerator.num_processes, micro
             )
         ]
-        local = torch.stack([batch.supervised.sum() for batch in batches]).sum()
-        count = accelerator.reduce(local, reduction="sum").clamp_min(1)
+        self.bare.progress = self.step / self.total_steps
+        local = torch.stack(
+            [torch.stack((self.bare.count(b).to(device), b.supervised.sum())) for b in batches]
+        ).sum(0)
+        count, supervised = accelerator.reduce(local, reduction="sum").unbind()
+        count = count.clamp_min(1)
         # Data parallelism averages gradients and accelerate divides by the accumulation: undo both,
         # so that the
-        # gradient is that of (sum of losses) / (global number of supervised tokens).
+        # gradient is that of (sum of losses) / (global count of what they are summed over).
         scale = accelerator.num_processes * len(batches) / count
         total = torch.zeros((), device=device)
         for batch in batches:
@@ -163,7 +169,7 @@ class Trainer:
                 "Checkpoints up to here are kept"
             )
         self.step += 1
-        self.tokens += int(count)
+        self.tokens += int(supervised)
         self.seconds += time.perf_counter() - start
         self._add({"loss_sum": total, "loss_count": torch.ones_like(total) / self.world})
         return value
@@ -212,14 +218,23 @@ class Trainer:
         self._write({**means, **rate})
 
     def _totals(self) -> dict[str, float]:
-        """Metric sums of the current window over all processes."""
-        names = sorted(self.sums)
+        """Metric sums of the current window over all processes, some of which may have had nothing
+        to draft and so know fewer names.
+        """
+        names = sorted(set(gather_object(list(self.sums))))
         if not names:
             return {}
-        stacked = torch.stack([self.sums[name] for name in names])
+        zero = self._number(0.0)
+        stacked = torch.stack([self.sums.get(name, zero) for name in names])
         return dict(
             zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True)
         )
+
+    def _number(self, value: float) -> Tensor:
+        """A metric sum."""
+        device = self.accelerator.device
+        wide = torch.float64 if device.type == "cpu" else torch.float32
+        return torch.tensor(value, dtype=wide, device=device)
 
     def _write(self, values: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -286,11 +301,8 @@ class Trainer:
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        device = self.accelerator.device
-        wide = torch.float64 if device.type == "cpu" else torch.float32
         self.sums = {  # the window is global, so one process carries it on
-            name: torch.tensor(value if main else 0.0, dtype=wide, device=device)
-            for name, value in state["window"].items()
+            name: self._number(value if main else 0.0) for name, value in state["window"].items()
         }
         if main:
             _keep_lines(self.metrics_file, self.step)
@@ -301,7 +313,8 @@ class Trainer:
         run, data = self.run, self.dataset
         return {
             **{
-                f"drafter.{name}": value for name, value in self.drafter.config.own_fields().items()
+                f"drafter.{name}": _jsonable(value)
+                for name, value in self.drafter.config.own_fields().items()
             },
             "run.steps": self.total_steps,
             "run.seed": run.seed,
@@ -313,7 +326,7 @@ class Trainer:
             "target.dtype": self.config.target.dtype,
             "run.mixed_precision": run.mixed_precision,
             **{f"optim.{name}": _jsonable(v) for name, v in vars(self.config.optim).items()},
-            **{f"loss.{name}": value for name, value in vars(self.config.loss).items()},
+            **{f"loss.{name}": _jsonable(v) for name, v in vars(self.bare.options).items()},
         }
 
 
@@ -367,39 +380,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _jsonable(value: Any) -> Any:
-    """A tuple as the list that JSON reads back."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-class _Stop:
-    """Truthy once a stop was asked for."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __bool__(self) -> bool:
-        return self.asked
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[_Stop]:
-    """Turn the first SIGINT or SIGTERM into a flag, so that the step in progress can finish and be
-    saved.
-    """
-    stop = _Stop()
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
-        os.write(2, b"\nstopping after this step (again to stop at once)\n")
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    """A value as JSON reads it back."""
+    return json.loads(json.dumps(value))
 
 
 def _keep_lines(path: Path, step: int) -> None:

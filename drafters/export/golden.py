@@ -1,10 +1,12 @@
 """Golden logits: a few rows that travel with an export, to tell whether a loaded head is the same.
 
 Inputs are random but fixed; the logits depend on every weight of the head and, for heads that read
-it, on the target's embedding. A sequential head runs a prefix and a short chain after it, so that
-feeding features back and attending to earlier rows are covered too.
+it, on the target's embedding. A sequential head runs a prefix and then a short chain, or all its
+steps on the prefix where each depth has weights of its own; a block head runs a prefix and one
+block. So feeding features back and attending to earlier rows are covered too.
 
-Legend: T prefix rows, S draft steps, F captured layers, K heads, D hidden, Vd draft vocabulary.
+Legend: T prefix rows, S depths, F captured layers (1 for the last hidden state), D hidden, Vd draft
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -14,15 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter
-from drafters.eagle import Eagle3Drafter
+from drafters.base import Drafter, SequentialDrafter
+from drafters.block import DFlashDrafter
 from drafters.export.folder import ExportError, read_tensors, write_tensors
 from drafters.layers import repeat_heads
 from drafters.medusa import MedusaDrafter
+from drafters.peagle import PEagleDrafter
 
 GOLDEN = "golden.safetensors"
 PREFIX = 6  # T
-STEPS = 3  # S
+STEPS = 3  # S, where the head itself has no number of drafts
 TOLERANCE = 1e-4
 
 
@@ -31,7 +34,8 @@ def golden_inputs(drafter: Drafter) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     width = max(1, len(drafter.feature_layers)) * drafter.config.hidden_size
     features = torch.randn(PREFIX, width, generator=generator)
-    tokens = torch.randint(drafter.config.vocab_size, (PREFIX + STEPS - 1,), generator=generator)
+    count = PREFIX + _depths(drafter) - 1
+    tokens = torch.randint(drafter.config.vocab_size, (count,), generator=generator)
     return {"features": features, "token_ids": tokens}
 
 
@@ -40,7 +44,7 @@ def golden_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
     """What the head answers to :func:`golden_inputs`.
 
     Returns:
-        (S, Vd) logits of the first draft steps of a sequential head, (K, Vd) of an independent one.
+        (S, Vd) logits, one row per depth.
 
     Raises:
         ValueError: no rule for this family.
@@ -48,11 +52,15 @@ def golden_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
     parameter = next(drafter.parameters())
     features, token_ids = inputs["features"].to(parameter), inputs["token_ids"].to(parameter.device)
     with _aligned(drafter):
-        if isinstance(drafter, Eagle3Drafter):
-            return _eagle3_chain(drafter, features, token_ids)
         if isinstance(drafter, MedusaDrafter):
             rows = drafter(features[-1])
             return torch.stack([drafter.logits(row, head) for head, row in enumerate(rows)])
+        if isinstance(drafter, PEagleDrafter):  # has EAGLE-3's class, not its steps
+            return _peagle_block(drafter, features, token_ids)
+        if isinstance(drafter, DFlashDrafter):
+            return _dflash_block(drafter, features, token_ids)
+        if isinstance(drafter, SequentialDrafter):
+            return _chain(drafter, features, token_ids)
     raise ValueError(f"no golden logits for {drafter.family!r} heads yet: add a rule to this file")
 
 
@@ -99,19 +107,59 @@ def check_golden(drafter: Drafter, folder: str | Path, tolerance: float = TOLERA
     return difference
 
 
-def _eagle3_chain(drafter: Eagle3Drafter, features: Tensor, token_ids: Tensor) -> Tensor:
-    """(T, F·D) prefix and (T + S - 1,) tokens -> (S, Vd) logits of the last row and the chain."""
-    attend = _ChainAttention()
-    feature = drafter.fuse(features[None])  # (1, T, D)
-    positions = torch.arange(PREFIX + STEPS - 1, device=token_ids.device)[None]
-    rows = slice(0, PREFIX)
+def _depths(drafter: Drafter) -> int:
+    """S."""
+    return drafter.num_drafts or STEPS
+
+
+def _chain(drafter: SequentialDrafter, features: Tensor, token_ids: Tensor) -> Tensor:
+    """(T, F·D) prefix and (T + S - 1,) tokens -> (S, Vd) logits of the last row of every step.
+
+    Where depths have weights of their own every step runs on T rows, or else the first one does and
+    the others follow it row by row.
+    """
+    attend = _KeepingAttention()
+    positions = torch.arange(len(token_ids), device=token_ids.device)[None]
+    prefix = features[None]  # (1, T, F·D)
+    captured = prefix if drafter.feature_layers else None
+    feature = drafter.begin(captured, prefix, positions[:, :PREFIX], attend)
     logits = []
-    for step in range(STEPS):
-        hidden, following = drafter(feature, token_ids[None, rows], positions[:, rows], attend)
-        logits.append(drafter.logits(hidden[0, -1]))
-        feature = following[:, -1:]
-        rows = slice(PREFIX + step, PREFIX + step + 1)
+    for step in range(_depths(drafter)):
+        single = step > 0 and drafter.num_drafts is None
+        rows = slice(step + PREFIX - 1 if single else step, step + PREFIX)
+        inputs = feature[:, -1:] if single else feature
+        tokens, places = token_ids[None, rows], positions[:, rows]
+        hidden, feature = drafter(inputs, tokens, places, attend, step)
+        logits.append(drafter.logits(hidden[0, -1], step))
     return torch.stack(logits)
+
+
+def _dflash_block(drafter: DFlashDrafter, features: Tensor, token_ids: Tensor) -> Tensor:
+    """(T, F·D) context and (T + S - 1,) tokens, of which T - 1 is the root -> (S, Vd) logits."""
+    attend = _KeepingAttention(causal=drafter.config.causal)
+    root = token_ids[None, PREFIX - 1]
+    block = drafter.blocks(root)  # (1, g)
+    positions = torch.arange(PREFIX + block.shape[-1], device=root.device)[None]
+    drafter.inject(drafter.context(features[None]), positions[:, :PREFIX], attend.store)
+    drafting = drafter.drafting(drafter(block, positions[:, PREFIX:], attend))[0]  # (S, D)
+    state, logits = drafter.begin_path(drafting[:1]), []
+    for depth in range(_depths(drafter)):
+        before = token_ids[PREFIX - 1 + depth][None]
+        rows, state = drafter.advance(drafting[depth : depth + 1], before, state)
+        logits.append(drafter.logits(rows[0], depth))
+    return torch.stack(logits)
+
+
+def _peagle_block(drafter: PEagleDrafter, features: Tensor, token_ids: Tensor) -> Tensor:
+    """(T, F·D) prefix and its (T,) tokens, then S - 1 mask rows -> (S, Vd) logits."""
+    attend, depths = _KeepingAttention(), _depths(drafter)
+    positions = torch.arange(len(token_ids), device=token_ids.device)[None]
+    text = drafter.text_rows(features[None], token_ids[None, :PREFIX])
+    hidden = drafter.run(text, positions[:, :PREFIX], attend)[0, -1:]
+    if depths > 1:
+        masks = drafter.mask_rows(1, depths - 1)
+        hidden = torch.cat((hidden, drafter.run(masks, positions[:, PREFIX:], attend)[0]))
+    return drafter.logits(hidden)
 
 
 @contextmanager
@@ -132,19 +180,31 @@ def _aligned(drafter: Drafter) -> Iterator[None]:
             tensor.data = data
 
 
-class _ChainAttention:
-    """Causal attention over all rows seen so far, the keys kept between calls."""
+class _KeepingAttention:
+    """Attention of new rows to all rows seen so far, the keys of each layer kept between calls.
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    Args:
+        causal: whether new rows see only earlier ones among themselves.
+    """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keys.append(k)
-        self.values.append(v)
+    def __init__(self, causal: bool = True) -> None:
+        self.causal = causal
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep keys (1, Hkv, T, d) and values behind those of the layer."""
+        old = self._seen.get(layer)
+        if old is not None:
+            k, v = torch.cat((old[0], k), dim=2), torch.cat((old[1], v), dim=2)
+        self._seen[layer] = k, v
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(1, H, T, d) queries, (1, Hkv, T, d) keys and values -> (1, H, T, d)."""
+        self.store(layer, k, v)
         groups = q.shape[1] // k.shape[1]
-        keys = repeat_heads(torch.cat(self.keys, dim=2), groups)
-        values = repeat_heads(torch.cat(self.values, dim=2), groups)
+        keys, values = (repeat_heads(x, groups) for x in self._seen[layer])
         rows, columns = q.shape[2], keys.shape[2]
-        visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
+        visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+        if self.causal:
+            visible = visible.tril(columns - rows)
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=visible)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.base import Drafter
-from drafters.config import Eagle3Config, default_feature_layers
+from drafters.config import default_feature_layers
 from drafters.eagle import Eagle3Drafter
 from drafters.export.check import (
     ARCHITECTURE,
@@ -44,6 +44,7 @@ from drafters.export.folder import (
     write_tensors,
 )
 from drafters.export.golden import golden_inputs, golden_logits, write_golden
+from drafters.families import Eagle3Config
 from drafters.target import TargetModel
 from drafters.vocab import draft_index, from_offsets, to_offsets
 
@@ -189,11 +190,18 @@ def sglang_config(head: Eagle3Drafter) -> dict[str, Any]:
 
 
 def _require_expressible(drafter: Drafter) -> Eagle3Drafter:
-    if not isinstance(drafter, Eagle3Drafter):
+    if not isinstance(drafter, Eagle3Drafter) or drafter.family != "eagle3":
         raise ExportError(
             f"the {FORMAT} dialect is for eagle3 heads and this is a {drafter.family} head: export "
             "it with format native"
         )
+    plain = {"num_layers": 1, "qk_norm": False, "sliding_window": None}
+    for name, only in plain.items():
+        if (value := getattr(drafter.config, name)) != only:
+            raise ExportError(
+                f"{name}={value}: loaders of the {FORMAT} dialect know only {name}={only}; export "
+                "with format native"
+            )
     layers = drafter.feature_layers
     if len(layers) != NUM_FEATURES:
         raise ExportError(

@@ -5,9 +5,14 @@ The same path of tokens is one node, whoever proposed it. With drawn drafts (``r
 given the children before it. The drawn ones therefore keep their recorded law and their order, none
 of them is dropped, and what the others propose follows them as chosen (one-hot) children.
 
+A head's predictions of survival stay with its own nodes. Nothing predicts a copied one: it is NaN,
+and so is a head's node that became its parent's first child without having been it in the head's
+tree, as a prediction is one for the first child.
+
 Legend: N tree nodes, n positions, F layers, D width of one layer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -155,11 +160,13 @@ def merge_trees(trees: Sequence[TokenTree], size: int) -> TokenTree:
     for tree in [*drawn_trees, *(tree for tree in trees if tree is not drawn)]:
         nodes.add(tree, None if tree is drawn else size)
     device = trees[0].tokens.device
+    survival = nodes.survival(device)
     tokens = torch.tensor(nodes.tokens, device=device)
     parents = torch.tensor(nodes.parents, device=device)
     if drawn is None:
         coupled = any(tree.proposal is Proposal.COUPLED for tree in trees)
-        return TokenTree(tokens, parents, Proposal.COUPLED if coupled else Proposal.ONE_HOT)
+        kind = Proposal.COUPLED if coupled else Proposal.ONE_HOT
+        return TokenTree(tokens, parents, kind, survival=survival)
     chosen = len(tokens) - drawn.num_nodes
     if not chosen:
         return drawn
@@ -175,6 +182,7 @@ def merge_trees(trees: Sequence[TokenTree], size: int) -> TokenTree:
             [drawn.is_drawn(node) for node in range(drawn.num_nodes)] + [False] * chosen,
             device=device,
         ),
+        survival,
     )
 
 
@@ -184,6 +192,8 @@ class _Nodes:
     def __init__(self, tree: TokenTree) -> None:
         self.tokens, self.parents = [tree.token(0)], [-1]
         self.index: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self.predicted: dict[int, float] = {}  # by the confidence output of a tree's proposer
+        self.first: dict[int, int] = {}  # child of each node
 
     def add(self, tree: TokenTree, size: int | None) -> None:
         """Add the nodes of a tree that are not there yet, in index order.
@@ -195,6 +205,7 @@ class _Nodes:
         """
         assert tree.token(0) == self.tokens[0], "the trees hang from different tokens"
         place = {0: 0}
+        predicted = [] if tree.survival is None else tree.survival.tolist()
         for node, parent in enumerate(tree.parents.tolist()):
             if parent not in place:
                 continue
@@ -205,4 +216,15 @@ class _Nodes:
                 self.index[edge] = len(self.tokens)
                 self.tokens.append(edge[1])
                 self.parents.append(edge[0])
+                self.first.setdefault(edge[0], self.index[edge])
             place[node] = self.index[edge]
+            leads = self.first.get(place[parent]) == place[node]
+            if predicted and (not leads or tree.children(parent)[0] == node):
+                self.predicted.setdefault(place[node], predicted[node])
+
+    def survival(self, device: torch.device) -> Tensor | None:
+        """(N,) chances, NaN where there is no prediction; None if no tree has any."""
+        if not self.predicted:
+            return None
+        chances = [self.predicted.get(node, math.nan) for node in range(1, len(self.tokens))]
+        return torch.tensor([1.0, *chances], device=device)

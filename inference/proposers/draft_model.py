@@ -20,8 +20,9 @@ from drafters import TargetModel
 from inference.append import append_text, stretches
 from inference.cache import TreeCache
 from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.growth import Growth, TreeOptions
+from inference.proposers.growth import new_tree
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
+from inference.proposers.options import TreeOptions
 from inference.support import check_tree_support
 from inference.tree import TokenTree
 
@@ -35,10 +36,15 @@ class DraftModelProposer(Proposer):
     Args:
         draft: the draft model; of any architecture that `TreeCache` accepts.
         options: of the tree; ``top_k=1`` drafts chains.
+
+    Raises:
+        ValueError: options that need a confidence output.
     """
 
     def __init__(self, draft: TargetModel, options: TreeOptions | None = None) -> None:
         self.draft, self.options = draft, options or TreeOptions()
+        if self.options.min_survival > 0.0:
+            raise ValueError("min_survival: a draft model has no confidence output; leave it out")
         self._fits: weakref.WeakSet[TargetModel] = weakref.WeakSet()
         self._trees: dict[int, Branches] = {}
         self._cache: TreeCache | None = None
@@ -49,7 +55,7 @@ class DraftModelProposer(Proposer):
     @property
     def chains(self) -> bool:
         """Whether no node has a second child."""
-        return self.options.top_k == 1
+        return self.options.chains
 
     def start(self, session: Session) -> None:
         """An empty draft cache.
@@ -90,7 +96,7 @@ class DraftModelProposer(Proposer):
         device, vocab_size = self._session.target.device, self._session.target.vocab_size
         trees = [
             Branches(
-                Growth(
+                new_tree(
                     self.options,
                     state,
                     self._session.rule,
@@ -129,7 +135,7 @@ class DraftModelProposer(Proposer):
         """
         assert state is not None, "a sequence that has ended was not reported to finish()"
         room = max(0, self.draft.max_length - (len(state.tokens) - 1))
-        if room >= min(state.max_depth, self.options.depth):
+        if room >= min(state.max_depth, self.options.longest):
             return state
         if not self._warned:
             self._warned = True

@@ -1,266 +1,135 @@
-"""Trees out of trained heads: EAGLE-3's dynamic tree and Medusa's static one.
+"""What all proposers out of trained heads share.
 
-Legend: F frontier nodes, Vd draft vocabulary, V target vocabulary, K heads, D hidden.
+Legend: Vd draft vocabulary, K depths.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafters import Drafter, Eagle3Drafter, MedusaDrafter
-from inference.append import PREFILL_ROWS
+from drafters import Drafter
 from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.draft_cache import DraftCache
-from inference.proposers.growth import Growth, TreeOptions, draft_law, node_scores, proposal_kind
+from inference.proposers.options import DEPTH, TreeOptions
 from inference.static_tree import StaticTree, optimal_static_tree, static_tree
 from inference.timing import PhaseTimer
-from inference.tree import Proposal, TokenTree
+from inference.tree import TokenTree
 
 
-class Eagle3Proposer(Proposer):
-    """EAGLE-2's dynamic tree (arXiv:2406.16858) over EAGLE-3's draft steps.
-
-    Each level runs the best ``top_k`` nodes of the level before, every one of them proposes
-    ``top_k`` children, and at the end the best ``size`` of all are kept; see ``growth.Growth`` for
-    drawn trees.
+class HeadProposer(Proposer):
+    """Trees out of a trained head, one sequence after the other.
 
     Args:
         drafter: attached head.
-        options: of the tree.
+        options: of the tree; what they leave open (shape, draft temperature) is the head's own.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, options: TreeOptions | None = None) -> None:
+    def __init__(self, drafter: Drafter, options: TreeOptions | None = None) -> None:
         self.drafter = drafter
-        self.options = with_own_temperature(options or TreeOptions(), drafter)
-        self._caches: dict[int, DraftCache] = {}
+        self.options = own_options(options or TreeOptions(), drafter)
         self._rule, self._timer = "match", PhaseTimer()
 
     @property
+    def default_draws(self) -> str:
+        """``TreeOptions.draws`` where it is open: "all", as drafts know the path they continue."""
+        return "all"
+
+    @property
+    def draws(self) -> str:
+        """What ``TreeOptions.draws`` comes to with this head."""
+        return self.options.draws or self.default_draws
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers the head fuses."""
+        """The layers the head reads."""
         return self.drafter.feature_layers
 
     @property
     def chains(self) -> bool:
         """Whether no node has a second child."""
-        return self.options.top_k == 1
+        return self.options.chains
 
     def start(self, session: Session) -> None:
-        """One empty draft cache per sequence."""
-        self._caches = {row: DraftCache() for row in range(session.batch_size)}
+        """Forget the last call's sequences."""
         self._rule, self._timer = session.rule, session.timer
+        self.reset(session.batch_size)
 
-    def finish(self, row: int, tokens: list[int]) -> None:
-        """Free the draft cache of the sequence."""
-        del self._caches[row]
+    @abstractmethod
+    def reset(self, batch_size: int) -> None:
+        """Empty draft caches for so many sequences."""
 
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """Absorb newly committed features and grow a tree for each sequence."""
-        return [
-            None if state is None else self._grow(self._caches[row], state)
-            for row, state in enumerate(states)
-        ]
+        with torch.no_grad():
+            return [
+                None if state is None else self.grow(row, state) for row, state in enumerate(states)
+            ]
 
-    @torch.no_grad()
-    def absorb(self, cache: DraftCache, state: RowState) -> tuple[Tensor, Tensor]:
-        """Step 0 on the newly committed positions.
+    @abstractmethod
+    def grow(self, row: int, state: RowState) -> TokenTree:
+        """The tree of one sequence."""
 
-        Returns:
-            Logits (1, Vd) of the next token and the next feature (1, D), both from the last
-            position.
-        """
-        assert state.features is not None
-        start, last = cache.length, len(state.tokens) - 1
-        assert len(state.features) == last - start, "features must cover exactly the new positions"
-        device = state.features.device
-        tokens = torch.tensor([state.tokens[start + 1 :]], device=device)
-        positions = torch.arange(start, last, device=device)[None]
-        drafter = self.drafter
-        with self._timer.phase("draft"):
-            for first in range(0, last - start, PREFILL_ROWS):  # bounds the memory of masks
-                part = slice(first, first + PREFILL_ROWS)
-                feature = drafter.fuse(state.features[None, part].to(drafter.fc.weight.dtype))
-                hidden, following = drafter(
-                    feature, tokens[:, part], positions[:, part], cache.extend
-                )
-            return drafter.logits(hidden[0, -1:]), following[0, -1:]
-
-    @torch.no_grad()
-    def step(
-        self, cache: DraftCache, feature: Tensor, tokens: Tensor, parents: Tensor, position: int
-    ) -> tuple[Tensor, Tensor]:
-        """One draft step on nodes of the same depth.
+    @abstractmethod
+    def forced(self, state: RowState, tokens: list[int]) -> list[Tensor]:
+        """Draft logits of one round along a known continuation, by the path that ``grow`` takes.
 
         Args:
-            cache: of the sequence.
-            feature: (F, D) next feature of each node's parent.
-            tokens: (F,) absolute ids of the nodes.
-            parents: (F,) tree row of each parent, -1 for the root.
-            position: rotary position.
+            state: of sequence 0.
+            tokens: that follow ``state.tokens``.
 
         Returns:
-            Logits (F, Vd) of each node's children and the next features (F, D).
+            Logits (Vd,) of depth 0, 1, ...: at most K, and at most one more than ``tokens``.
         """
-        positions = torch.full((1, len(tokens)), position, device=tokens.device)
-        with self._timer.phase("draft"):
-            hidden, following = self.drafter(
-                feature[None], tokens[None], positions, cache.tree_step(parents)
-            )
-            return self.drafter.logits(hidden[0]), following[0]
-
-    def _grow(self, cache: DraftCache, state: RowState) -> TokenTree:
-        logits, feature = self.absorb(cache, state)
-        drafter, device = self.drafter, logits.device
-        vocab_size = drafter.config.vocab_size
-        tree = Growth(self.options, state, self._rule, device, vocab_size, drafter.draft_vocab)
-        tree.add_children(torch.zeros(1, dtype=torch.int64, device=device), logits)
-        root = len(state.tokens) - 1  # absolute position a
-        rows = torch.full((1,), -1, device=device)  # draft row of each candidate; the root has none
-        features = feature[:0]  # (draft rows, D)
-        for level in range(1, tree.depth):
-            frontier = tree.frontier()
-            if not len(frontier):
-                break
-            above = rows[tree.candidates.parents[frontier]]
-            inputs = (
-                torch.where((above >= 0)[:, None], features[above], feature)
-                if len(features)
-                else feature
-            )
-            inputs = inputs.expand(len(frontier), -1)
-            logits, new = self.step(
-                cache, inputs, tree.candidates.tokens[frontier], above, root - 1 + level
-            )
-            rows = torch.cat((rows, rows.new_full((len(tree.candidates.tokens) - len(rows),), -1)))
-            rows[frontier] = torch.arange(
-                len(features), len(features) + len(frontier), device=device
-            )
-            features = torch.cat((features, new))
-            tree.add_children(frontier, logits)
-        return tree.finish()[0]
 
 
-class MedusaProposer(Proposer):
-    """Medusa's static tree (arXiv:2401.10774): the shape is fixed, the tokens come from the heads.
+def own_options(options: TreeOptions, drafter: Drafter) -> TreeOptions:
+    """The options, with what they leave open taken from the head: its calibrated draft temperature,
+    its static tree (unless chains are asked for) and its K. A head of K drafts is not asked for
+    more.
 
-    A node at depth d takes the rank of its place in the shape among head d-1's candidates. Under
-    ``rejection`` and ``block`` the candidates stay deterministic, which those rules verify as
-    one-hot proposals. With the shape of a chain this is blockwise parallel decoding
-    (arXiv:1811.03115).
-
-    Args:
-        drafter: attached head.
-        shape: tree shape; None takes the head's own, or a default of ``size`` nodes.
-        size: nodes of the default shape, root included.
-        draft_temperature: factor on the temperature of ``coupled`` drafts; None takes the head's
-            own.
+    Raises:
+        ValueError: a tree with more ranks than the head's vocabulary or deeper than the head.
     """
-
-    def __init__(
-        self,
-        drafter: MedusaDrafter,
-        shape: StaticTree | None = None,
-        size: int = 32,
-        draft_temperature: float | None = None,
-    ) -> None:
-        self.drafter = drafter
-        if shape is None and drafter.config.tree is not None:
-            shape = static_tree([tuple(path) for path in drafter.config.tree])
-        columns = drafter.config.draft_vocab_size or drafter.config.vocab_size
-        self.shape = shape or default_medusa_tree(drafter.config.num_heads, size, columns)
-        self.draft_temperature = draft_temperature or drafter.config.draft_temperature
-        if int(self.shape.ranks.max()) >= columns:
+    config = drafter.config
+    if options.draft_temperature is None:
+        options = replace(options, draft_temperature=config.draft_temperature)
+    own_shape = options.shape is None and not options.grown and options.top_k > 1
+    if own_shape and config.tree is not None:
+        options = replace(options, shape=static_tree([tuple(path) for path in config.tree]))
+    columns, depth = config.draft_vocab_size, drafter.num_drafts
+    if options.shape is not None:
+        if int(options.shape.ranks.max()) >= columns:
             raise ValueError(
-                f"the tree asks for candidate {int(self.shape.ranks.max())} of a head that ranks "
-                f"only {columns} tokens (draft_vocab_size): give a narrower tree or a smaller size"
+                f"the tree asks for candidate {int(options.shape.ranks.max())} of a head that "
+                f"ranks only {columns} tokens (draft_vocab_size): give a narrower tree"
             )
-        self._rule, self._timer = "match", PhaseTimer()
-
-    @property
-    def chains(self) -> bool:
-        """Whether no node has a second child."""
-        return len(self.shape.parents) == int(self.shape.depths.max()) + 1
-
-    def start(self, session: Session) -> None:
-        """Medusa keeps nothing between rounds."""
-        self._rule, self._timer = session.rule, session.timer
-
-    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
-        """Fill the shape for each sequence."""
-        return [None if state is None else self._fill(state) for state in states]
-
-    @torch.no_grad()
-    def _fill(self, state: RowState) -> TokenTree:
-        kind = proposal_kind(self._rule, state.sampling)
-        kind = Proposal.ONE_HOT if kind is Proposal.DENSE else kind
-        law = draft_law(state.sampling, self.draft_temperature)
-        shape, drafter = self.shape, self.drafter
-        keep = shape.depths <= state.max_depth  # nodes are in order of depth, so this is a prefix
-        parents, depths, ranks = shape.parents[keep], shape.depths[keep], shape.ranks[keep]
-        device = state.hidden.device
-        tokens = torch.full((len(parents),), state.tokens[-1], dtype=torch.int64)
-        heads = int(depths.max())
-        with self._timer.phase("draft"):
-            dtype = next(drafter.blocks.parameters()).dtype
-            rows = drafter(state.hidden[-1:].to(dtype)) if heads else None  # (K, 1, D)
-            logits = (
-                [drafter.logits(rows[head], head) for head in range(heads)]
-                if rows is not None
-                else []
+        if depth is not None and int(options.shape.depths.max()) > depth:
+            raise ValueError(
+                f"the tree is {int(options.shape.depths.max())} deep but the head drafts {depth} "
+                "tokens: give a tree no deeper"
             )
-        for head, row in enumerate(logits):
-            position = len(state.tokens) + head
-            scores = node_scores(row, drafter.draft_vocab, law, kind, position, 1.0)
-            here = depths == head + 1
-            best = scores[0].topk(int(ranks[here].max()) + 1).indices
-            tokens[here] = drafter.to_target_ids(best).cpu()[ranks[here]]
-        return TokenTree(tokens.to(device), parents.to(device), kind)
+    if depth is None:
+        return replace(options, depth=DEPTH if options.depth is None else options.depth)
+    return replace(options, depth=depth if options.depth is None else min(options.depth, depth))
 
 
-def with_own_temperature(options: TreeOptions, drafter: Drafter) -> TreeOptions:
-    """The options, with the head's calibrated draft temperature where none is given."""
-    if options.draft_temperature is not None:
-        return options
-    return replace(options, draft_temperature=drafter.config.draft_temperature)
-
-
-def default_medusa_tree(num_heads: int, size: int, columns: int = 20) -> StaticTree:
-    """The optimal shape for a generic profile: the best token of head k is right 0.5·0.8^k of the
-    time, rank r a (r+1)^1.5-th of that. Fit one to your head's measured accuracies for more.
+def default_tree(num_drafts: int, size: int, columns: int = 20) -> StaticTree:
+    """The optimal shape for a generic profile: the best token at depth k is right 0.5·0.8^k of the
+    time, rank r a (r+1)^1.5-th of that. ``scripts.fit_tree`` fits one to a head's own accuracies.
 
     Args:
-        num_heads: K.
-        size: nodes, root included; fewer where the heads cannot make as many.
+        num_drafts: K.
+        size: nodes, root included; fewer where the head cannot make as many.
         columns: tokens that a head ranks; at most 20 are used.
     """
     ranks = min(max(size - 1, 1), columns, 20)
-    heads, rank = torch.arange(num_heads)[:, None], torch.arange(ranks)[None]
-    most = sum(ranks**depth for depth in range(1, num_heads + 1))
+    heads, rank = torch.arange(num_drafts)[:, None], torch.arange(ranks)[None]
+    most = sum(ranks**depth for depth in range(1, num_drafts + 1))
     return optimal_static_tree(0.5 * 0.8**heads / (rank + 1.0) ** 1.5, min(size - 1, most))
 
 
-def chain_shape(num_heads: int) -> StaticTree:
-    """The best token of every head, one below the other."""
-    return static_tree([(0,) * depth for depth in range(1, num_heads + 1)])
-
-
-def build_proposer(drafter: Drafter, options: TreeOptions | None = None) -> Proposer:
-    """The proposer of a head's family.
-
-    Args:
-        drafter: attached head.
-        options: of the tree. An independent head's depth is its number of heads; of the others it
-            uses ``size`` and ``draft_temperature``, and drafts a chain if ``top_k`` is 1.
-
-    Raises:
-        ValueError: no proposer for this family.
-    """
-    options = options or TreeOptions()
-    if isinstance(drafter, Eagle3Drafter):
-        return Eagle3Proposer(drafter, options)
-    if isinstance(drafter, MedusaDrafter):
-        shape = chain_shape(drafter.config.num_heads) if options.top_k == 1 else None
-        return MedusaProposer(drafter, shape, options.size, options.draft_temperature)
-    raise ValueError(f"no proposer for a head of family {drafter.family!r}")
+def chain_shape(num_drafts: int) -> StaticTree:
+    """The best token of every depth, one below the other."""
+    return static_tree([(0,) * depth for depth in range(1, num_drafts + 1)])

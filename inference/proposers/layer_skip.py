@@ -19,8 +19,9 @@ from torch import Tensor
 
 from drafters import TargetModel
 from inference.proposers.base import Proposer, Resume, RowState, Session
-from inference.proposers.growth import Growth, TreeOptions
+from inference.proposers.growth import Growth
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
+from inference.proposers.options import TreeOptions
 from inference.tree import TokenTree
 
 

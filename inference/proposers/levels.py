@@ -68,8 +68,6 @@ class Branches:
 
     def frontier(self) -> Tensor:
         """Candidates (F,) to expand next; none where the tree is as deep as it may be."""
-        if self.growth.levels >= self.growth.depth:
-            return torch.zeros(0, dtype=torch.int64)
         return self.growth.frontier()
 
     def not_run(self, nodes: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from drafters import Drafter, Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter, load_drafter
+from drafters.export import golden_inputs, golden_logits
 from tests.tiny import tiny_target, tiny_tokenizer
 
 VOCAB, HIDDEN = 96, 32
@@ -25,6 +26,16 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
         "medusa",
         {"num_heads": 2, "shared_lm_head": True, "confidence_head": True, "tree": [[0], [0, 1]]},
     ),
+    "medusa shared reduced": (
+        "medusa",
+        {"num_heads": 2, "shared_lm_head": True, "draft_vocab_size": 40},
+    ),
+    "eagle1": ("eagle1", {"confidence_head": True, "draft_vocab_size": 40}),
+    "hydra": ("hydra", {"num_heads": 3, "num_layers": 1}),
+    "mtp": ("mtp", {"num_modules": 2, "draft_vocab_size": 40}),
+    "peagle": ("peagle", {"num_drafts": 3}),
+    "dflash": ("dflash", {"draft_vocab_size": 40}),
+    "dspark": ("dspark", {"markov_rank": 5, "confidence_head": True}),
 }
 
 
@@ -50,11 +61,13 @@ def everything(drafter: Drafter) -> list[torch.Tensor]:
     """All that a head can say about fixed inputs."""
     generator = torch.Generator().manual_seed(8)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     with torch.no_grad():
+        if drafter.family not in ("eagle3", "medusa"):
+            return [golden_logits(drafter, golden_inputs(drafter))]
         if isinstance(drafter, Eagle3Drafter):
             size = HIDDEN * len(drafter.feature_layers)
             features = torch.randn(1, 5, size, generator=generator)
@@ -150,12 +163,13 @@ def test_no_borrowed_tensor_is_in_the_file(tmp_path: Path, target: TargetModel, 
     own = {key for key, _ in drafter.named_parameters()}
     own |= {"draft_vocab"} if drafter.draft_vocab is not None else set()
     assert set(tensors) == own
-    assert not any("embed" in key or "target" in key for key in tensors)
+    others = set(tensors) - {"mask_embedding"}  # P-EAGLE's own
+    assert not any("embed" in key or "target" in key for key in others)
     borrowed = [target.embedding.weight, target.lm_head.weight]
     for key, tensor in tensors.items():
         same = [b for b in borrowed if b.shape == tensor.shape and torch.equal(b, tensor)]
         assert not same, key
-    if name.startswith("medusa"):
+    if name.startswith(("medusa", "hydra")):
         heads = [key for key in tensors if key.startswith("lm_heads")]
         assert len(heads) == (0 if "shared" in name else drafter.config.num_heads)
 
@@ -220,6 +234,44 @@ def test_reduced_vocabulary_follows_the_counts(target: TargetModel) -> None:
     logits = drafter.to_target_logits(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert logits[[2, 7, 33, 50, 90]].tolist() == [1, 2, 3, 4, 5]
     assert logits.isinf().sum() == VOCAB - 5 and (logits[logits.isinf()] < 0).all()
+
+
+def test_a_random_start_copies_output_matrices_only(target: TargetModel) -> None:
+    counts = torch.arange(VOCAB)
+    for family in ("eagle3", "hydra", "medusa"):
+        built, random, warm = (build_drafter(family, target, seed=5) for _ in range(3))
+        random.set_draft_vocab(counts, start="random")
+        warm.set_draft_vocab(counts)
+        outputs = [p for m in random.output_modules() if m is not None for p in m.parameters()]
+        assert outputs and all(torch.equal(p, target.lm_head.weight) for p in outputs)
+        changed = {
+            name: not torch.equal(value, built.state_dict()[name])
+            for name, value in random.state_dict().items()
+        }
+        assert all(name.startswith("lm_head") for name in changed if changed[name]), family
+        if family == "eagle3":
+            assert not torch.equal(
+                warm.midlayer.mlp.up_proj.weight, random.midlayer.mlp.up_proj.weight
+            )
+
+
+def test_borrowed_logits_of_a_reduced_vocabulary(target: TargetModel) -> None:
+    """The target's rows, whatever the dtype, and after another choice of tokens."""
+    drafter = build_drafter("medusa", target, shared_lm_head=True, draft_vocab_size=40)
+    hidden = torch.randn(2, 3, HIDDEN)
+    for counts in (torch.arange(VOCAB), torch.arange(VOCAB).flip(0)):
+        drafter.set_draft_vocab(counts)
+        whole = target.project(hidden)
+        assert (
+            drafter.borrowed_logits(hidden) - whole[..., drafter.draft_vocab]
+        ).abs().max() < 1e-5
+        double = drafter.borrowed_logits(hidden.double())
+        assert double.dtype == torch.float64
+        assert (double - whole[..., drafter.draft_vocab]).abs().max() < 1e-4
+    other = tiny_target(torch.float32, seed=1)
+    drafter.attach(other, allow_other_target=True)
+    found, wanted = drafter.borrowed_logits(hidden), other.project(hidden)
+    assert (found - wanted[..., drafter.draft_vocab]).abs().max() < 1e-5
 
 
 def test_whole_vocabulary_needs_no_map(target: TargetModel) -> None:

@@ -84,7 +84,7 @@ def dense_step(
     return norm(output, weights["norm.weight"], eps), output
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 

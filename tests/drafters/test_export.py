@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from drafters import Drafter, Eagle3Drafter, TargetModel, build_drafter
+from drafters import FAMILIES, Drafter, Eagle3Drafter, TargetModel, build_drafter
 from drafters.export import (
     ExportError,
     check_folder,
@@ -458,6 +458,33 @@ def test_medusa_is_refused(target: TargetModel, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"eagle3"}))
+def test_other_families_are_refused(target: TargetModel, tmp_path: Path, family: str) -> None:
+    """P-EAGLE too, which is made of EAGLE-3's parts."""
+    with pytest.raises(ExportError, match=rf"for eagle3 heads and this is a {family} head"):
+        write_sglang(build_drafter(family, target), tmp_path / "head")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_layers": 2}, "num_layers=2: .* only num_layers=1; .*native"),
+        ({"qk_norm": True}, "qk_norm=True: .* only qk_norm=False; .*native"),
+        ({"sliding_window": 8}, "sliding_window=8: .* only sliding_window=None; .*native"),
+    ],
+)
+def test_other_layers_are_refused(
+    target: TargetModel, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """SGLang's EAGLE-3 has one Llama layer; what it does not know it would leave out in silence."""
+    head = make_head(target, **options)
+    with pytest.raises(ExportError, match=message):
+        write_sglang(head, tmp_path / "head")
+    write_native(head, tmp_path / "native")
+    assert torch.equal(logits(read_head(tmp_path / "native", target)), logits(head))
+
+
 def test_other_numbers_of_layers_are_refused(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="exactly 3 layers"):
         write_sglang(make_head(target, feature_layers=[2, 4]), tmp_path / "head")
@@ -625,10 +652,20 @@ def test_what_is_no_head_is_refused(
         read_head(tmp_path, target)
 
 
-@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def random_head(target: TargetModel, family: str, **options: Any) -> Drafter:
+    """Any head, nowhere at its initial values."""
+    head = build_drafter(family, target, seed=3, **options)
+    head.set_draft_vocab(torch.arange(target.vocab_size))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_native_heads_of_every_family(target: TargetModel, tmp_path: Path, family: str) -> None:
-    head = build_drafter(family, target, seed=3, confidence_head=True)
-    head.initialise_from_target()
+    head = random_head(target, family, confidence_head=True)
     export = write_native(head, tmp_path / "head")
     again = read_native(tmp_path / "head", target)
     assert (export.served, export.left_out) == (("headway",), ())
@@ -638,12 +675,33 @@ def test_native_heads_of_every_family(target: TargetModel, tmp_path: Path, famil
     assert check_golden(again, tmp_path / "head") == 0
 
 
-def test_golden_logits_feel_every_tensor(head: Eagle3Drafter, target: TargetModel) -> None:
+EVERY_TENSOR: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("eagle3", options) for name, options in VARIANTS.items()},
+    "two layers": ("eagle3", {"num_layers": 2, "qk_norm": True}),
+    "medusa": ("medusa", {"num_heads": 5, "num_layers": 2}),
+    "eagle1": ("eagle1", {"fc_bias": True, "num_layers": 2}),
+    "hydra": ("hydra", {"num_heads": 5, "mlp_layers": 2, "num_layers": 1}),
+    "mtp": ("mtp", {}),
+    "mtp modules": ("mtp", {"num_modules": 3, "num_layers": 2}),
+    "peagle": ("peagle", {"num_layers": 2, "num_drafts": 4}),
+    "dflash": ("dflash", {"num_layers": 2}),
+    "causal dflash": ("dflash", {"num_layers": 2, "causal": True}),
+    "dspark": ("dspark", {"markov_rank": 8, "draft_vocab_size": 40}),
+    "dspark gated": ("dspark", {"markov_rank": 8, "markov_type": "gated"}),
+    "dspark rnn": ("dspark", {"markov_rank": 8, "markov_type": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_TENSOR)
+def test_golden_logits_feel_every_tensor(target: TargetModel, name: str) -> None:
+    family, options = EVERY_TENSOR[name]
+    head = random_head(target, family, **options)
     expected = logits(head)
+    generator = torch.Generator().manual_seed(5)
     for name, parameter in head.named_parameters():
         saved = parameter.detach().clone()
-        with torch.no_grad():
-            parameter.mul_(1.5)
+        with torch.no_grad():  # a factor would be lost on queries and keys that are normalised
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
         assert not torch.allclose(logits(head), expected, rtol=1e-3), name
         with torch.no_grad():
             parameter.copy_(saved)

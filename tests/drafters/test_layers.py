@@ -3,16 +3,27 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
+    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from drafters.layers import Attention, GatedMLP, RMSNorm, repeat_heads, rotate
+from drafters.config import DecoderConfig
+from drafters.layers import (
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    RMSNorm,
+    copy_layer,
+    repeat_heads,
+    rotate,
+)
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 0, 1, 500]])
 
@@ -26,6 +37,17 @@ def llama_config(theta: float = 10000.0) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         attn_implementation="sdpa",
     )
+
+
+HEAD = DecoderConfig(
+    hidden_size=32,
+    vocab_size=96,
+    target_num_layers=6,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -108,12 +130,12 @@ def test_mlp_is_llama_s() -> None:
 
 def test_attention_is_llama_s_where_the_input_is_as_wide() -> None:
     config = llama_config()
-    ours = Attention(32, 32, 4, 2, 8, 10000.0).double()
+    ours = Attention(HEAD, layer=0).double()
     theirs = LlamaAttention(config, layer_idx=0).double().eval()
     ours.load_state_dict(theirs.state_dict())
     x, positions = randn(2, 6, 32, dtype=torch.float64), torch.arange(6).expand(2, 6)
 
-    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def causal(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = repeat_heads(k, 2), repeat_heads(v, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -123,16 +145,75 @@ def test_attention_is_llama_s_where_the_input_is_as_wide() -> None:
     assert (found - wanted).abs().max() < 1e-5
 
 
+def shape(qk_norm: bool) -> dict[str, object]:
+    return {**{name: getattr(HEAD, name) for name in HEAD.own_fields()}, "qk_norm": qk_norm}
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_decoder_layer_is_that_of_llama_or_qwen3(qk_norm: bool) -> None:
+    """Filled by `copy_layer`, with the order of norm and rotation in Qwen3's."""
+    ours = DecoderLayer(DecoderConfig(**shape(qk_norm)), layer=2).double()
+    config = llama_config()
+    if qk_norm:
+        config = Qwen3Config(
+            **{key: getattr(config, key) for key in ("hidden_size", "intermediate_size")},
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            rms_norm_eps=1e-5,
+            rope_parameters=config.rope_parameters,
+            attn_implementation="sdpa",
+        )
+    config.rms_norm_eps = 1e-5
+    layer = Qwen3DecoderLayer if qk_norm else LlamaDecoderLayer
+    theirs = layer(config, layer_idx=0).double().eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(theirs.parameters()):
+            parameter.copy_(0.5 * randn(*parameter.shape, seed=number, dtype=torch.float64))
+    assert copy_layer(ours, dict(theirs.named_parameters()))
+    x, positions = randn(2, 6, 32, dtype=torch.float64), torch.arange(3, 9).expand(2, 6)
+    seen = []
+
+    def causal(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(layer)
+        k, v = repeat_heads(k, 2), repeat_heads(v, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found = ours(x, positions, causal)
+    embedding = LlamaRotaryEmbedding(config)(x, positions)
+    wanted = theirs(x, position_embeddings=embedding, attention_mask=None)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert seen == [2]
+    assert (found - wanted).abs().max() < 1e-4 < wanted.abs().max()
+    k, v = ours.self_attn.keys_values(x, positions)
+    assert k.shape == v.shape == (2, 2, 6, 8)
+
+
+def test_layers_are_copied_whole_or_not_at_all() -> None:
+    ours, wide = DecoderLayer(HEAD, 0), DecoderLayer(HEAD, 0)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    weights = {name: value + 1 for name, value in wide.named_parameters()}
+    weights["mlp.up_proj.weight"] = torch.zeros(49, 32)
+    assert not copy_layer(ours, weights)
+    assert not copy_layer(ours, {})
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    del weights["mlp.up_proj.weight"]
+    assert copy_layer(ours, weights | {"norm.weight": torch.zeros(32)})
+    for name, value in ours.state_dict().items():
+        wanted = before[name] if name == "mlp.up_proj.weight" else weights[name]
+        assert torch.equal(value, wanted), name
+
+
 def test_wide_input_gives_narrow_output() -> None:
-    attention = Attention(64, 32, 4, 2, 8, 10000.0)
+    attention = Attention(HEAD, layer=3, input_size=64)
     shapes = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shapes.extend([q.shape, k.shape, v.shape])
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shapes.extend([layer, q.shape, k.shape, v.shape])
         return q
 
     assert attention(randn(2, 5, 64), POSITIONS, attend).shape == (2, 5, 32)
-    assert shapes == [(2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)]
+    assert shapes == [3, (2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)]
 
 
 def test_heads_of_a_group_stand_together() -> None:

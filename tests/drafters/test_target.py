@@ -21,12 +21,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
-from drafters import TargetModel
+from drafters import TargetModel, build_drafter
 from tests.tiny import CHATML, save_tiny_target, tiny_target, tiny_tokenizer
 from tests.zoo import ZOO, zoo_target
 
@@ -254,7 +260,7 @@ def test_layer_types() -> None:
 
 def test_last_block_is_named_as_in_llama() -> None:
     target = tiny_target(layers=3)
-    block = target.last_block()
+    block = target.block()
     layer = target.model.model.layers[2]
     assert torch.equal(block["self_attn.q_proj.weight"], layer.self_attn.q_proj.weight)
     assert torch.equal(block["mlp.down_proj.weight"], layer.mlp.down_proj.weight)
@@ -262,12 +268,55 @@ def test_last_block_is_named_as_in_llama() -> None:
     assert len(block) == 10
 
 
+def test_blocks_are_counted_from_either_end() -> None:
+    target = tiny_target(layers=3)
+    for index, layer in ((0, 0), (2, 2), (-1, 2), (-3, 0)):
+        wanted = target.model.model.layers[layer].mlp.up_proj.weight
+        assert torch.equal(target.block(index)["mlp.up_proj.weight"], wanted)
+
+
+def test_norms_of_queries_and_keys_belong_to_the_block() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.q_norm.weight.uniform_()
+    block = TargetModel(model).block(1)
+    assert torch.allclose(block["self_attn.q_norm.weight"], attention.q_norm.weight, atol=1e-5)
+    assert len(block) == 12
+
+
+def test_logits_of_some_tokens_are_rows_of_all() -> None:
+    """With every scale that a target puts on its logits."""
+    for model in (gemma2(), tiny_target().model):
+        target = TargetModel(model)
+        ids, hidden = (
+            torch.tensor([5, 0, 40]),
+            torch.randn(2, target.hidden_size, dtype=target.dtype),
+        )
+        found = target.project_rows(hidden, target.lm_head.weight[ids], ids)
+        assert (found - target.project(hidden)[:, ids]).abs().max() < 1e-5
+
+
 def test_layouts_whose_norms_stand_elsewhere_have_no_last_block() -> None:
     """Gemma 2 has a norm of the same name, but behind the attention, not before the MLP."""
-    assert TargetModel(gemma2()).last_block() == {}
+    assert TargetModel(gemma2()).block() == {}
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=3, n_head=4))
-    assert TargetModel(gpt2).last_block() == {}
+    assert TargetModel(gpt2).block() == {}
+
+
+@pytest.mark.parametrize(
+    "kind", [(OlmoConfig, OlmoForCausalLM), (StableLmConfig, StableLmForCausalLM)]
+)
+def test_norms_that_take_the_mean_away_are_no_llamas(kind: tuple[Any, Any]) -> None:
+    """With weights or without; ones, of which other norms tell their scale, they map to nothing."""
+    torch.manual_seed(0)
+    config, model = kind
+    target = TargetModel(model(config(**SHAPE)))
+    assert target.block() == {}
+    head = build_drafter("eagle3", target, feature_layers=[0, 1, 2])
+    head.set_draft_vocab(torch.arange(target.vocab_size))
+    assert torch.equal(head.norm.weight, torch.ones(32))
 
 
 # --- fingerprint
@@ -435,3 +484,15 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_model_without_an_output_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match="no linear output matrix"):
         TargetModel(llama().model)
+
+
+def test_blocks_whose_norms_are_no_root_mean_squares_are_not_copied() -> None:
+    """OLMo's norms have no weight; a LayerNorm maps ones to its bias, not to its scale."""
+    target = TargetModel(zoo_target("olmo").model)
+    assert target.block() == {}
+    for family in ("eagle3", "dflash", "mtp", "eagle1"):
+        options = {"feature_layers": [1, 2]} if family in ("eagle3", "dflash") else {}
+        options |= {"mask_token_id": 3} if family == "dflash" else {}
+        head = build_drafter(family, target, **options)
+        head.set_draft_vocab(torch.arange(target.vocab_size))
+        assert all(parameter.isfinite().all() for parameter in head.parameters())

@@ -20,11 +20,12 @@ import inference.sampling as sampling_module
 from drafters import TargetModel, build_drafter
 from inference.acceptance import Coins, Verdict
 from inference.generate import plain_generate, speculative_generate
-from inference.proposers import Eagle3Proposer, Proposer, RowState, Session, TreeOptions
+from inference.proposers import Proposer, RowState, SequentialProposer, Session, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
-from inference.proposers.growth import Growth
+from inference.proposers.growth import new_tree
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.sampling import SamplingParams, Stream, warp
+from inference.static_tree import static_tree
 from inference.stopping import Stop
 from inference.support import check_tree_support
 from inference.tree import Proposal, TokenTree
@@ -92,10 +93,10 @@ def draft_model() -> TargetModel:
 
 
 @functools.cache
-def head() -> Eagle3Proposer:
+def head() -> SequentialProposer:
     drafter = build_drafter("eagle3", target(), seed=1).double()
     drafter.set_draft_vocab(torch.arange(96))
-    return Eagle3Proposer(drafter.eval(), TreeOptions(12, 4, 3))
+    return SequentialProposer(drafter.eval(), TreeOptions(12, 4, 3))
 
 
 @functools.cache
@@ -280,25 +281,53 @@ def law_of_grown_trees() -> None:
     """Trees as the proposers grow them, with warpers and a reduced vocabulary: every draw that
     they can make, and every choice of the verifier.
     """
-    sampling = SamplingParams(0.9, top_k=2)
+    for options in (TreeOptions(3, 2, 1), TreeOptions(5, 2, 2), TreeOptions(3, 1, 2, draws="one")):
+        law_of(options, SamplingParams(0.9, top_k=2))
+
+
+def law_of_static_trees() -> None:
+    """Trees that fill a shape, where a node has more to draw from than it draws."""
+    law_of(TreeOptions(shape=static_tree([(0,), (1,), (0, 0)])), SamplingParams(0.9))
+
+
+def law_of_confident_trees() -> None:
+    """Trees, grown and static, in which some nodes get no children by the confidence output."""
+    for options in (
+        TreeOptions(5, 2, 2, min_survival=0.3),
+        TreeOptions(shape=static_tree([(0,), (1,), (0, 0), (1, 0)]), min_survival=0.3),
+    ):
+        law_of(options, SamplingParams(0.9), lambda path: 0.2 if 2 in path else 0.9)
+
+
+def law_of(
+    options: TreeOptions,
+    sampling: SamplingParams,
+    chance: Callable[[tuple[int, ...]], float] | None = None,
+) -> None:
+    """The law of drawn trees of these options, judged by `rejection`, is the target's.
+
+    Args:
+        options: of the trees.
+        sampling: of target and drafts.
+        chance: of acceptance behind a path, by a confidence output; None without one.
+    """
     target_law = warped(random_logits(7, 4), sampling)
     draft_logits = random_logits(8, len(DRAFT_VOCAB))
-    for options in (TreeOptions(3, 2, 1), TreeOptions(5, 2, 2), TreeOptions(3, 1, 2, draws="one")):
-        length = options.depth + 1
-        found: Counter[tuple[int, ...]] = Counter()
+    length = options.longest + 1
+    found: Counter[tuple[int, ...]] = Counter()
 
-        def walk(coins: Coins, options: TreeOptions = options) -> tuple[TokenTree, Verdict]:
-            tree = grow(options, sampling, draft_logits, coins)
-            laws = {node: target_law(prefix_of(tree, node)) for node in range(tree.num_nodes)}
-            return tree, verify(tree, laws.__getitem__, "rejection", 0, 0, coins)
+    def walk(coins: Coins) -> tuple[TokenTree, Verdict]:
+        tree = grow(options, sampling, draft_logits, coins, chance)
+        laws = {node: target_law(prefix_of(tree, node)) for node in range(tree.num_nodes)}
+        return tree, verify(tree, laws.__getitem__, "rejection", 0, 0, coins)
 
-        for probability, (tree, verdict) in outcomes(walk):  # type: ignore[arg-type, misc]
-            text = (*(tree.token(node) for node in verdict.path), verdict.next_token)
-            for whole, rest in sequence_law(target_law, length - len(text), text).items():
-                found[whole] += probability * rest  # type: ignore[assignment]
-        expected = sequence_law(target_law, length)
-        distance = sum(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
-        assert distance / 2 < EXACT, f"total variation {distance / 2:.3g}"
+    for probability, (tree, verdict) in outcomes(walk):  # type: ignore[arg-type, misc]
+        text = (*(tree.token(node) for node in verdict.path), verdict.next_token)
+        for whole, rest in sequence_law(target_law, length - len(text), text).items():
+            found[whole] += probability * rest  # type: ignore[assignment]
+    expected = sequence_law(target_law, length)
+    distance = sum(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
+    assert distance / 2 < EXACT, f"total variation {distance / 2:.3g}"
 
 
 def grow(
@@ -306,8 +335,9 @@ def grow(
     sampling: SamplingParams,
     logits: Callable[[tuple[int, ...]], Tensor],
     coins: Coins,
+    chance: Callable[[tuple[int, ...]], float] | None = None,
 ) -> TokenTree:
-    """A tree of `Growth` whose draws are choices of the coins."""
+    """A tree of `new_tree` whose draws are choices of the coins; see `law_of`."""
 
     def draw_top(law: Tensor, noise: Tensor, count: int) -> Tensor:
         left, taken = law.clone(), []
@@ -317,14 +347,16 @@ def grow(
             left[taken[-1]] = 0.0
         return torch.tensor(taken, dtype=torch.int64)
 
-    state = RowState([0], 1, None, torch.zeros(0, 1), options.depth, sampling)
-    growth = Growth(options, state, "rejection", torch.device("cpu"), 4, torch.tensor(DRAFT_VOCAB))
+    state = RowState([0], 1, None, torch.zeros(0, 1), options.longest, sampling)
+    columns = torch.tensor(DRAFT_VOCAB)
+    growth = new_tree(options, state, "rejection", torch.device("cpu"), 4, columns)
     with mock.patch.object(growth_module, "draw_top", draw_top):
         frontier = torch.zeros(1, dtype=torch.int64)
         while len(frontier):
             so_far = growth.candidates
             paths = [prefix(so_far.tokens, so_far.parents, int(node)) for node in frontier]
-            growth.add_children(frontier, torch.stack([logits(path) for path in paths]))
+            chances = None if chance is None else torch.tensor([chance(path) for path in paths])
+            growth.add_children(frontier, torch.stack([logits(path) for path in paths]), chances)
             frontier = growth.frontier() if growth.levels < growth.depth else frontier[:0]
         return growth.finish()[0]
 
@@ -400,7 +432,7 @@ class FreshWatcher(Proposer):
     """A head whose every tree must be that of a head that starts anew with the text."""
 
     def __init__(self) -> None:
-        self.inner, self.fresh = head(), Eagle3Proposer(head().drafter, head().options)
+        self.inner, self.fresh = head(), SequentialProposer(head().drafter, head().options)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -470,6 +502,8 @@ DETECTORS: tuple[Callable[[], None], ...] = (
     law_of_mixed_trees,
     law_of_block,
     law_of_grown_trees,
+    law_of_static_trees,
+    law_of_confident_trees,
     noise_is_used_once,
     states_are_the_texts,
     drafts_are_fresh,

@@ -29,7 +29,7 @@ from inference.cache import TreeCache, TreeLayer
 from inference.decoding import Text
 from inference.processors import Sampler
 from inference.proposers.draft_cache import DraftCache
-from inference.proposers.growth import Growth
+from inference.proposers.growth import Growth, StaticGrowth
 from inference.proposers.levels import Branches
 from inference.sampling import Stream, uniform_at
 from inference.stopping import Stopper
@@ -352,6 +352,34 @@ def drawn_and_then_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Growth, "_choose", dropping)
 
 
+@mutant(detectors.law_of_static_trees, "a place stays empty where what was drawn is unlikely")
+def static_place_left_empty(patch: pytest.MonkeyPatch) -> None:
+    choose = StaticGrowth._choose
+
+    def dropping(self: StaticGrowth, node: int, law: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        chosen, drawn_from = choose(self, node, law, count)
+        return chosen[law[chosen] > 0.3], drawn_from
+
+    patch.setattr(StaticGrowth, "_choose", dropping)
+
+
+@mutant(detectors.law_of_confident_trees, "confidence cuts the drafts themselves, once drawn")
+def confidence_after_the_draw(patch: pytest.MonkeyPatch) -> None:
+    worth, choose = Growth._worth_children, Growth._choose
+
+    def all_of_them(self: Growth, frontier: Tensor, acceptance: Tensor | None) -> Tensor | slice:
+        worth(self, frontier, acceptance)
+        return slice(None)
+
+    def late(self: Growth, node: int, law: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        chosen, drawn_from = choose(self, node, law, count)
+        sure = self.survival.get(node, 1.0) * law[chosen] >= self.options.min_survival
+        return chosen[sure], drawn_from
+
+    patch.setattr(Growth, "_worth_children", all_of_them)
+    patch.setattr(Growth, "_choose", late)
+
+
 @mutant(detectors.law_of_grown_trees, "a reduced vocabulary's law is left at its own columns")
 def draft_law_not_scattered(patch: pytest.MonkeyPatch) -> None:
     drawn_tree = Growth._drawn_tree
@@ -513,16 +541,22 @@ def hidden_states_one_off(patch: pytest.MonkeyPatch) -> None:
     detectors.drafts_are_fresh, "rows of the last tree stay in the head's cache; output is equal"
 )
 def draft_rows_not_cropped(patch: pytest.MonkeyPatch) -> None:
-    extend = DraftCache.extend
+    begin_round, extend = DraftCache.begin_round, DraftCache.extend
 
-    def stale(self: DraftCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept = min(self.tail, k.shape[2])
+    def uncropped(self: DraftCache) -> None:
+        self.left = [layer.tail for layer in self._layers]  # type: ignore[attr-defined]
+        begin_round(self)
+
+    def stale(self: DraftCache, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own, left = self._layers[layer], self.left  # type: ignore[attr-defined]
+        kept, left[layer] = min(left[layer], k.shape[2]), 0
         if kept:
-            rows = slice(self.length, self.length + kept)
-            k = torch.cat([self._keys[:, :, rows], k[:, :, kept:]], dim=2)  # type: ignore[index]
-            v = torch.cat([self._values[:, :, rows], v[:, :, kept:]], dim=2)  # type: ignore[index]
-        return extend(self, q, k, v)
+            rows = slice(own.length, own.length + kept)
+            k = torch.cat([own._keys[:, :, rows], k[:, :, kept:]], dim=2)  # type: ignore[index]
+            v = torch.cat([own._values[:, :, rows], v[:, :, kept:]], dim=2)  # type: ignore[index]
+        return extend(self, layer, q, k, v)
 
+    patch.setattr(DraftCache, "begin_round", uncropped)
     patch.setattr(DraftCache, "extend", stale)
 
 

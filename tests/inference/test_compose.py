@@ -1,6 +1,8 @@
 """Several proposers, one tree: what is kept, in what order, and that the law is the target's."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from drafters import Eagle3Drafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import plain_generate, speculative_generate
-from inference.proposers import Eagle3Proposer
+from inference.proposers import SequentialProposer
 from inference.proposers.base import Proposer, Resume, RowState, Session
 from inference.proposers.compose import ComposedProposer, merge_trees, select_layers
 from inference.proposers.growth import TreeOptions
@@ -63,6 +65,11 @@ def paths(tree: TokenTree) -> list[Path]:
     return [prefix_of(tree, node) for node in range(1, tree.num_nodes)]
 
 
+def sure(tree: TokenTree, *chances: float) -> TokenTree:
+    """The tree with predictions of its draft tokens."""
+    return replace(tree, survival=torch.tensor([1.0, *chances]))
+
+
 class Fixed(Proposer):
     """Proposes given trees, asks for given layers, and remembers what it was told."""
 
@@ -100,6 +107,41 @@ def session(target: TargetModel, rule: str = "match") -> Session:
 
 
 # Merging -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Proposal.ONE_HOT, Proposal.COUPLED])
+def test_predictions_stay_with_the_heads_own_nodes(kind: Proposal) -> None:
+    head = sure(tree_of((1,), (2,), (1, 3), kind=kind), 0.8, 0.7, 0.5)
+    copied = tree_of((1,), (1, 4), (1, 3), (1, 3, 5), (6,))
+    merged = merge_trees([head, copied], 99)
+    assert paths(merged) == [(1,), (2,), (1, 3), (1, 4), (1, 3, 5), (6,)]
+    assert merged.survival is not None
+    assert merged.survival.tolist() == pytest.approx(
+        [1.0, 0.8, 0.7, 0.5, math.nan, math.nan, math.nan], nan_ok=True
+    )
+    cut = merge_trees([head, copied], 3).survival
+    assert cut is not None and cut.tolist() == pytest.approx([1.0, 0.8, 0.7])
+    assert merge_trees([copied, tree_of((1,))], 99).survival is None
+
+
+def test_a_prediction_is_one_for_the_heads_first_child() -> None:
+    """Copied nodes come first here, and make the head's second child the first."""
+    head = sure(tree_of((2,), (1,), (1, 3)), 0.8, 0.7, 0.5)
+    merged = merge_trees([tree_of((1,), (4,)), head], 99)
+    assert paths(merged) == [(1,), (4,), (2,), (1, 3)]
+    assert merged.survival is not None
+    assert merged.survival.tolist() == pytest.approx(
+        [1.0, math.nan, math.nan, 0.8, 0.5], nan_ok=True
+    )
+
+
+def test_predictions_of_drawn_nodes_stay_too() -> None:
+    [(_, drawn), *_] = drawn_trees(random_laws(2, 4), by_depth(2))
+    merged = merge_trees([tree_of((0,), (1,), (2,), (3,)), sure(drawn, 0.6, 0.4)], 99)
+    assert merged.proposal is Proposal.MIXED and merged.survival is not None
+    assert merged.survival.tolist() == pytest.approx(
+        [1.0, 0.6, 0.4, math.nan, math.nan], nan_ok=True
+    )
 
 
 def test_the_same_path_is_one_node_and_earlier_proposers_come_first() -> None:
@@ -321,7 +363,7 @@ def test_output_is_plain_decoding(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=3, seed=5)
     composed = ComposedProposer(
-        Eagle3Proposer(head, TreeOptions(size=8, depth=3, top_k=2)),
+        SequentialProposer(head, TreeOptions(size=8, depth=3, top_k=2)),
         NgramProposer(size=6),
         SuffixProposer(offset=4),
         size=16,
@@ -347,7 +389,7 @@ def test_drawn_and_looked_up_drafts_are_both_accepted(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
     composed = ComposedProposer(
-        Eagle3Proposer(head, TreeOptions(size=8, depth=3, top_k=2)), SuffixProposer(), size=20
+        SequentialProposer(head, TreeOptions(size=8, depth=3, top_k=2)), SuffixProposer(), size=20
     )
     sampling = SamplingParams(temperature=0.7, seed=5)
     prompts = [[5, 6, 7] * 6, [9] * 9]

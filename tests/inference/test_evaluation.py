@@ -1,17 +1,20 @@
 """Figures of a measurement against counts by hand, and that it notices a changed output."""
 
 import json
+import math
 from typing import Any
 
 import pytest
+import torch
 
 import inference.decoding as decoding_module
 import inference.generate as generate
-from drafters import TargetModel
+from drafters import TargetModel, build_drafter
 from inference.evaluation import Prompt, Report, measure
 from inference.generate import plain_generate
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams
+from inference.static_tree import static_tree
 from inference.verify import Verdict, verify
 from tests.scripts.heads import tiny_head
 from tests.tiny import tiny_target
@@ -157,6 +160,57 @@ def test_without_reference(target: TargetModel, proposer: Proposer) -> None:
     result = report.to_dict()
     assert (report.identical, result["speedup"], result["plain_tokens_per_second"]) == (None,) * 3
     assert result["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "decoding"),
+    [
+        (TreeOptions(8, 3, 1), {}),
+        (TreeOptions(8, 3, 3), {}),
+        (TreeOptions(shape=static_tree([(0,), (1,), (0, 0), (0, 0, 0)])), {}),
+        (TreeOptions(8, 3, 2), {"sampling": SAMPLED, "rule": "rejection"}),
+    ],
+)
+def test_predictions_of_the_confidence_output_are_judged(
+    target: TargetModel, options: TreeOptions, decoding: dict[str, Any]
+) -> None:
+    """A head that says 0.9, 0.7, 0.7 of its three drafts."""
+    head = build_drafter("eagle3", target, confidence_head=True).eval()
+    torch.nn.Module.to(head, target.dtype)
+    assert head.confidence is not None
+    with torch.no_grad():
+        head.confidence.proj.weight.zero_()
+        head.confidence.proj.bias.zero_()
+    head.config.confidence_temperatures = [1.0, 1.0]
+    head.config.confidence_biases = [math.log(9), math.log(7 / 3)]
+    report = run(target, build_proposer(head, options), **decoding)
+    result = report.to_dict()
+    predicted = [value for request in report.requests for value in request.judged.predicted]
+    survived = [value for request in report.requests for value in request.judged.survived]
+    assert {0.9, 0.63} <= set(rounded(predicted)) <= {0.9, 0.63, 0.441}
+    assert result["confidence_drafts"] == len(predicted) > 30
+    gaps = [
+        sum(p - hit for p, hit in zip(predicted, survived, strict=True) if abs(p - level) < 1e-6)
+        for level in (0.9, 0.63, 0.441)
+    ]
+    wanted = sum(map(abs, gaps)) / len(predicted)
+    assert result["confidence_error"] == pytest.approx(wanted, abs=1e-6)
+    accepted = sum(r.stats.num_accepted_tokens for r in report.requests)
+    assert sum(survived) <= accepted and (sum(survived) == accepted or options.top_k > 1)
+    groups = result["by_category"].values()
+    assert sum(group["confidence_drafts"] for group in groups) == len(predicted)
+
+
+def rounded(values: list[float]) -> list[float]:
+    return [round(value, 6) for value in values]
+
+
+def test_without_a_confidence_output_there_is_nothing_to_judge(
+    target: TargetModel, proposer: Proposer
+) -> None:
+    result = run(target, proposer).to_dict()
+    assert (result["confidence_auc"], result["confidence_error"]) == (None, None)
+    assert result["confidence_drafts"] == 0
 
 
 def test_every_result_is_json(target: TargetModel, proposer: Proposer) -> None:

@@ -14,10 +14,10 @@ from drafters import Drafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import Generation, Round, plain_generate, speculative_generate
 from inference.proposers import (
-    Eagle3Proposer,
     MedusaProposer,
     Proposer,
     RowState,
+    SequentialProposer,
     Session,
     TreeOptions,
     build_proposer,
@@ -45,14 +45,15 @@ def make_head(target: TargetModel, family: str, **options: object) -> Drafter:
 
 
 PROPOSERS = {
-    "eagle3 chain": lambda t: Eagle3Proposer(make_head(t, "eagle3"), TreeOptions(6, 4, 1)),
-    "eagle3 tree": lambda t: Eagle3Proposer(make_head(t, "eagle3"), TreeOptions(14, 4, 4)),
-    "eagle3 reduced": lambda t: Eagle3Proposer(
+    "eagle3 chain": lambda t: SequentialProposer(make_head(t, "eagle3"), TreeOptions(6, 4, 1)),
+    "eagle3 tree": lambda t: SequentialProposer(make_head(t, "eagle3"), TreeOptions(14, 4, 4)),
+    "eagle3 reduced": lambda t: SequentialProposer(
         make_head(t, "eagle3", draft_vocab_size=40), TreeOptions(14, 3, 3)
     ),
-    "medusa": lambda t: MedusaProposer(make_head(t, "medusa", num_heads=3), size=12),
+    "medusa": lambda t: MedusaProposer(make_head(t, "medusa", num_heads=3), TreeOptions(size=12)),
     "medusa shape": lambda t: MedusaProposer(
-        make_head(t, "medusa", num_heads=3), static_tree([(0,), (1,), (1, 0)])
+        make_head(t, "medusa", num_heads=3),
+        TreeOptions(shape=static_tree([(0,), (1,), (1, 0)])),
     ),
 }
 
@@ -352,7 +353,8 @@ class TestRefusals:
 
 
 def make_head_for(target: TargetModel) -> MedusaProposer:
-    return MedusaProposer(build_drafter("medusa", target, num_heads=2, shared_lm_head=True), size=4)
+    head = build_drafter("medusa", target, num_heads=2, shared_lm_head=True)
+    return MedusaProposer(head, TreeOptions(size=4))
 
 
 def test_every_proposer_option_is_checked(target: TargetModel) -> None:

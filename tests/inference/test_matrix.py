@@ -17,7 +17,13 @@ import inference.decoding as decoding_module
 from drafters import TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import plain_generate, speculative_generate
-from inference.proposers import Eagle3Proposer, MedusaProposer, Proposer, TreeOptions
+from inference.proposers import (
+    MedusaProposer,
+    Proposer,
+    SequentialProposer,
+    TreeOptions,
+    build_proposer,
+)
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.heads import chain_shape
@@ -51,14 +57,37 @@ def head(target: TargetModel, family: str, **options: object) -> torch.nn.Module
 
 def eagle(target: TargetModel, *tree: int, **options: object) -> Proposer:
     options, draft = {"draft_vocab_size": 60, **options}, TreeOptions(*tree)
-    return Eagle3Proposer(head(target, "eagle3", feature_layers=[1, 2, 3], **options), draft)  # type: ignore[arg-type]
+    return SequentialProposer(head(target, "eagle3", feature_layers=[1, 2, 3], **options), draft)  # type: ignore[arg-type]
 
 
+def medusa(target: TargetModel, options: TreeOptions) -> Proposer:
+    return MedusaProposer(head(target, "medusa", num_heads=3), options)  # type: ignore[arg-type]
+
+
+def family(target: TargetModel, name: str, *tree: int, **options: object) -> Proposer:
+    if name in ("peagle", "dflash", "dspark"):
+        options = {"feature_layers": [1, 3], **options}
+    return build_proposer(head(target, name, **options), TreeOptions(*tree))  # type: ignore[arg-type]
+
+
+FAMILIES: dict[str, Callable[[TargetModel], Proposer]] = {
+    "hydra++": lambda t: family(t, "hydra", 9, 3, 3, num_heads=3, num_layers=1),
+    "eagle1": lambda t: family(t, "eagle1", 9, 3, 3),
+    "eagle3 layers": lambda t: eagle(t, 9, 3, 3, num_layers=2, qk_norm=True, sliding_window=9),
+    "mtp shared": lambda t: family(t, "mtp", 9, 3, 3),
+    "mtp separate": lambda t: family(t, "mtp", 4, 3, 1, num_modules=3),
+    "peagle": lambda t: family(t, "peagle", 9, 4, 3, num_drafts=4, num_layers=2),
+    "dflash": lambda t: family(t, "dflash", 9, 3, 3, block_size=4, num_layers=2),
+    "jetspec": lambda t: family(t, "dflash", 4, 3, 1, block_size=4, causal=True),
+    "dspark": lambda t: family(t, "dspark", 9, 3, 3, block_size=3, markov_rank=8),
+}
+"""Every other head family; they run on the architectures of FAMILY_TARGETS."""
 PROPOSERS: dict[str, Callable[[TargetModel], Proposer]] = {
+    **FAMILIES,
     "eagle3 tree": lambda t: eagle(t, 10, 3, 3),
     "eagle3 chain": lambda t: eagle(t, 4, 3, 1),
-    "medusa": lambda t: MedusaProposer(head(t, "medusa", num_heads=3), size=9),  # type: ignore[arg-type]
-    "blockwise": lambda t: MedusaProposer(head(t, "medusa", num_heads=3), chain_shape(3)),  # type: ignore[arg-type]
+    "medusa": lambda t: medusa(t, TreeOptions(size=9)),
+    "blockwise": lambda t: medusa(t, TreeOptions(shape=chain_shape(3))),
     "ngram": lambda t: NgramProposer(8, 4, 2),
     "suffix": lambda t: SuffixProposer(8, 4),
     "draft model": lambda t: DraftModelProposer(draft_model(), TreeOptions(7, 3, 2)),
@@ -66,7 +95,7 @@ PROPOSERS: dict[str, Callable[[TargetModel], Proposer]] = {
     "layer subset": lambda t: LayerSkipProposer(layers=[0, 2, 3], width=1, depth=3),
     "head + ngram": lambda t: ComposedProposer(eagle(t, 6, 2, 2), NgramProposer(6, 3, 2), size=10),
 }
-CHAINS = {"eagle3 chain", "blockwise", "layer subset"}
+CHAINS = {"eagle3 chain", "blockwise", "layer subset", "mtp separate", "jetspec"}
 REPRESENTATIVES = {"eagle3 tree", "ngram", "layer skip"}
 """What runs on every architecture of the zoo."""
 NAMED = [
@@ -86,12 +115,15 @@ NAMED = [
     "mixtral",
 ]
 """Architectures on which everything runs."""
+FAMILY_TARGETS = ["llama", "gemma3_text", "granite", "gpt_oss", "gpt_neox", "qwen3_moe"]
+"""Plain, mixed windows with scaled embeddings, scaled logits, sinks, another layout, experts."""
 AMPLE, GROWING = "ample", "growing"
 """Caches: room for all from the start, or one that has to grow again and again."""
 CELLS = [
     (name, proposer, cache)
     for name, proposer, cache in itertools.product(ZOO, PROPOSERS, (AMPLE, GROWING))
-    if proposer in REPRESENTATIVES or (name in NAMED and cache == AMPLE)
+    if proposer in REPRESENTATIVES
+    or (cache == AMPLE and name in (FAMILY_TARGETS if proposer in FAMILIES else NAMED))
 ]
 
 

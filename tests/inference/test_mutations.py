@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafters import TargetModel
+from inference.proposers.growth import StaticGrowth
 from inference.sampling import Stream, gumbel_at
 from inference.verify import verify
 from tests.inference import detectors
@@ -24,7 +25,7 @@ def _plain_texts() -> None:
 
 def test_there_are_as_many_as_listed() -> None:
     names = [mutant.name for mutant in MUTANTS]
-    assert len(names) == len(set(names)) == 43
+    assert len(names) == len(set(names)) == 45
     assert {mutant.caught_by for mutant in MUTANTS} == set(detectors.DETECTORS), "a detector idles"
     assert all(mutant.shows for mutant in MUTANTS)
 
@@ -67,10 +68,22 @@ def test_equivalent_unnormalised_residual_on_chains(monkeypatch: pytest.MonkeyPa
     assert total_variation(trees, random_laws(1, 3), "rejection", 3) < EXACT
 
 
+def test_equivalent_fewer_children_by_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a later child is drawn may depend on its elder siblings, not on what it is itself."""
+    choose = StaticGrowth._choose
+
+    def content(self: StaticGrowth, node: int, law: torch.Tensor, count: int):  # type: ignore[no-untyped-def]
+        chosen, drawn_from = choose(self, node, law, count)
+        return (chosen[:1] if law[chosen[0]] > 0.3 else chosen), drawn_from
+
+    monkeypatch.setattr(StaticGrowth, "_choose", content)
+    detectors.law_of_static_trees()
+
+
 def test_equivalent_other_noise_in_coupled_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coupled drafts with other noise are accepted less often; the text stays plain sampling's."""
     monkeypatch.setattr(
-        "inference.proposers.growth.gumbel_at",
+        "inference.proposers.laws.gumbel_at",
         lambda seed, position, index: gumbel_at(seed, position, index, Stream.DRAFT),
     )
     detectors.drafts_are_fresh()

@@ -8,21 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters import Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
+from drafters import FAMILIES, Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.proposers import (
-    Eagle3Proposer,
+    HeadProposer,
     MedusaProposer,
     Proposer,
     RowState,
+    SequentialProposer,
     Session,
     TreeOptions,
     build_proposer,
     growth,
+    laws,
 )
-from inference.proposers.draft_cache import DraftCache
-from inference.proposers.growth import node_scores, proposal_kind
-from inference.proposers.heads import chain_shape, default_medusa_tree
+from inference.proposers.build import PROPOSERS
+from inference.proposers.heads import chain_shape, default_tree
+from inference.proposers.laws import node_scores, proposal_kind
 from inference.sampling import SamplingParams, draw_top, gumbel_at, probabilities, sample
 from inference.static_tree import static_tree
 from inference.timing import PhaseTimer
@@ -31,7 +33,7 @@ from tests.tiny import tiny_target
 from training.chat import TokenizedRow
 from training.data import collate
 from training.features import run_target
-from training.objectives import Eagle3Objective, ObjectiveOptions
+from training.objectives import ObjectiveOptions, UnrolledObjective
 
 IDS = [7, 9, 30, 12, 41, 18, 22, 5, 33, 27, 14, 60]
 
@@ -70,7 +72,7 @@ def begin(proposer: Proposer, rule: str = "match") -> None:
 
 def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: int) -> Tensor:
     """Teacher-forced logits of step `depth` in the row of the last committed feature."""
-    objective = Eagle3Objective(head, ObjectiveOptions(steps=depth + 1))
+    objective = UnrolledObjective(head, ObjectiveOptions(steps=depth + 1))
     data = run_target(
         target, collate([[TokenizedRow(ids, [True] * len(ids))]], len(ids)), head.feature_layers
     )
@@ -78,28 +80,26 @@ def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], de
         return head.logits(objective.unroll(data)[depth][0, len(ids) - 2 - depth])
 
 
-def start(proposer: Eagle3Proposer) -> DraftCache:
+def started(head: Eagle3Drafter) -> SequentialProposer:
+    proposer = SequentialProposer(head)
     begin(proposer)
-    return DraftCache()
+    return proposer
 
 
 def test_tree_steps_equal_the_training_pass_on_every_path(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
-    proposer = Eagle3Proposer(head)
-    cache = start(proposer)
-    logits, feature = proposer.absorb(cache, row_state(target, head, IDS))
-    assert torch.allclose(logits[0], training_logits(target, head, IDS, 0), atol=1e-12)
+    proposer = started(head)
+    found = proposer.absorb(0, row_state(target, head, IDS))
+    assert torch.allclose(found.logits[0], training_logits(target, head, IDS, 0), atol=1e-12)
     first, second = torch.tensor([3, 50]), torch.tensor([8, 9, 70])
-    root = len(IDS) - 1
-    logits, features = proposer.step(
-        cache, feature.expand(2, -1), first, torch.tensor([-1, -1]), root
-    )
+    root = torch.tensor([-1, -1])
+    level = proposer.step(0, found.feature.expand(2, -1), first, root, 1)
     for row, token in enumerate(first.tolist()):
         expected = training_logits(target, head, [*IDS, token], 1)
-        assert torch.allclose(logits[row], expected, atol=1e-12)
+        assert torch.allclose(level.logits[row], expected, atol=1e-12)
     above = torch.tensor([0, 1, 1])  # tree rows: one child of 3, two of 50
-    logits, _ = proposer.step(cache, features[above], second, above, root + 1)
+    logits = proposer.step(0, level.feature[above], second, above, 2).logits
     for row, (parent, token) in enumerate(zip(above.tolist(), second.tolist(), strict=True)):
         expected = training_logits(target, head, [*IDS, int(first[parent]), token], 2)
         assert torch.allclose(logits[row], expected, atol=1e-12)
@@ -107,8 +107,26 @@ def test_tree_steps_equal_the_training_pass_on_every_path(
     assert not torch.allclose(logits[2], wrong, atol=1e-6), "siblings must not see each other"
 
 
+def test_a_known_continuation_is_drafted_as_in_training(
+    target: TargetModel, head: Eagle3Drafter
+) -> None:
+    """And leaves the state as a proposed tree does."""
+    proposer, state = started(head), row_state(target, head, IDS)
+    forced = proposer.forced(state, [3, 8, 40])
+    assert len(forced) == 4
+    for depth, logits in enumerate(forced):
+        expected = training_logits(target, head, [*IDS, 3, 8, 40][: len(IDS) + depth], depth)
+        assert torch.allclose(logits, expected, atol=1e-12)
+    more = row_state(target, head, [*IDS, 11, 12])
+    assert more.features is not None
+    late = replace(more, features=more.features[-2:], hidden=more.hidden[-2:])
+    [logits] = proposer.forced(late, [])
+    expected = training_logits(target, head, [*IDS, 11, 12], 0)
+    assert torch.allclose(logits, expected, atol=1e-12)
+
+
 def test_drafts_of_a_round_leave_no_trace(target: TargetModel, head: Eagle3Drafter) -> None:
-    proposer = Eagle3Proposer(head, TreeOptions(12, 3, 3))
+    proposer = SequentialProposer(head, TreeOptions(12, 3, 3))
     begin(proposer)
     whole = row_state(target, head, IDS)
     assert whole.features is not None
@@ -127,7 +145,7 @@ def test_dynamic_tree_holds_the_most_probable_paths(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
     """With full branching and two levels the tree can be enumerated by the training pass."""
-    proposer = Eagle3Proposer(head, TreeOptions(6, 2, 96))
+    proposer = SequentialProposer(head, TreeOptions(6, 2, 96))
     begin(proposer)
     [tree] = proposer.propose([row_state(target, head, IDS)])
     assert tree is not None and tree.num_nodes == 6
@@ -145,7 +163,7 @@ def test_dynamic_tree_holds_the_most_probable_paths(
 def test_drawn_trees_record_their_law_and_drop_nothing(
     target: TargetModel, head: Eagle3Drafter, top_k: int, chain: bool
 ) -> None:
-    proposer = Eagle3Proposer(head, TreeOptions(12, 3, top_k))
+    proposer = SequentialProposer(head, TreeOptions(12, 3, top_k))
     sampling = SamplingParams(temperature=1.0, top_k=20, seed=4)
     begin(proposer, "rejection")
     [tree] = proposer.propose([replace(row_state(target, head, IDS), sampling=sampling)])
@@ -167,7 +185,7 @@ def test_drawn_trees_keep_to_their_size(
     """And use it up, where depth and branching leave room."""
     state = row_state(target, head, IDS)
     for size in (2, 3, 5, 8, 16, 27, 36, 40, 64):
-        proposer = Eagle3Proposer(head, TreeOptions(size, depth, top_k))
+        proposer = SequentialProposer(head, TreeOptions(size, depth, top_k))
         begin(proposer, "rejection")
         [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.0, seed=size))])
         assert tree is not None and tree.proposal is Proposal.DENSE
@@ -184,7 +202,7 @@ def test_small_supports_leave_their_share_to_later_levels(
     target: TargetModel, head: Eagle3Drafter
 ) -> None:
     """A node cannot have more children than its law has tokens."""
-    proposer = Eagle3Proposer(head, TreeOptions(20, 4, 8))
+    proposer = SequentialProposer(head, TreeOptions(20, 4, 8))
     begin(proposer, "rejection")
     sampling = SamplingParams(1.0, top_k=2, seed=1)
     [tree] = proposer.propose([replace(row_state(target, head, IDS), sampling=sampling)])
@@ -210,7 +228,7 @@ def counts_under_other_draws(
 
         with monkeypatch.context() as patch:
             patch.setattr(growth, "gumbel", keyed)
-            proposer = Eagle3Proposer(head, TreeOptions(15, 3, 4))
+            proposer = SequentialProposer(head, TreeOptions(15, 3, 4))
             begin(proposer, "rejection")
             [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.5, seed=99))])
         assert tree is not None
@@ -241,7 +259,7 @@ def test_drawn_children_follow_the_draft_law(target: TargetModel, head: Eagle3Dr
     law = probabilities(training_logits(target, head, IDS, 0), SamplingParams(1.0))
     counts = torch.zeros(target.vocab_size)
     for seed in range(600):
-        proposer = Eagle3Proposer(head, TreeOptions(2, 1, 1))
+        proposer = SequentialProposer(head, TreeOptions(2, 1, 1))
         begin(proposer, "rejection")
         [tree] = proposer.propose([replace(state, sampling=SamplingParams(1.0, seed=seed))])
         assert tree is not None
@@ -282,7 +300,8 @@ def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
     assert isinstance(head, MedusaDrafter)
     for block in head.blocks.parameters():
         torch.nn.init.normal_(block, std=0.3)
-    proposer = MedusaProposer(head, static_tree([(0,), (1,), (0, 0), (0, 2), (1, 0)]))
+    shape = static_tree([(0,), (1,), (0, 0), (0, 2), (1, 0)])
+    proposer = MedusaProposer(head, TreeOptions(shape=shape))
     begin(proposer)
     hidden = torch.randn(3, target.hidden_size, dtype=torch.float64)
     [tree] = proposer.propose([RowState(IDS, 1, None, hidden, 9, SamplingParams())])
@@ -301,18 +320,69 @@ def test_medusa_fills_its_shape_from_the_heads(target: TargetModel) -> None:
     assert empty is not None and empty.num_nodes == 1
 
 
-def test_default_medusa_tree_has_the_asked_size() -> None:
-    shape = default_medusa_tree(3, 24)
+def test_default_tree_has_the_asked_size() -> None:
+    shape = default_tree(3, 24)
     assert len(shape.parents) == 24
     assert int(shape.depths.max()) <= 3
 
 
-def test_build_proposer_refuses_what_it_does_not_know(target: TargetModel) -> None:
-    head = build_drafter("medusa", target, num_heads=2, shared_lm_head=True)
-    assert isinstance(build_proposer(head), MedusaProposer)
-
-    with pytest.raises(ValueError, match="no proposer"):
+def test_every_family_has_its_proposer(target: TargetModel) -> None:
+    assert set(PROPOSERS) == set(FAMILIES)
+    for family in FAMILIES:
+        options = {"num_heads": 2, "shared_lm_head": True} if family == "medusa" else {}
+        proposer = build_proposer(build_drafter(family, target, **options))
+        assert isinstance(proposer, HeadProposer)
+        assert isinstance(proposer, MedusaProposer) == (family == "medusa")
+        assert proposer.feature_layers == proposer.drafter.feature_layers
+    with pytest.raises(KeyError, match="other"):  # no user can name one
         build_proposer(object.__new__(type("Other", (), {"family": "other"})))  # type: ignore[arg-type]
+
+
+def test_what_the_options_leave_open_is_the_heads_own(target: TargetModel) -> None:
+    """Its tree, its draft temperature, and no deeper than it drafts."""
+    head = build_drafter("hydra", target, num_heads=2, tree=[[0], [1], [0, 0]])
+    head.config.draft_temperature = 0.7
+    options = SequentialProposer(head, TreeOptions(depth=6)).options
+    assert options.shape is not None and options.shape.paths() == [(0,), (1,), (0, 0)]
+    assert (options.draft_temperature, options.depth) == (0.7, 2)
+    grown = SequentialProposer(head, TreeOptions(depth=6, grown=True)).options
+    assert grown.shape is None
+    given = static_tree([(0,)])
+    proposer = SequentialProposer(head, TreeOptions(shape=given, draft_temperature=1.5))
+    assert proposer.options.shape is given and proposer.options.draft_temperature == 1.5
+    assert proposer.chains and not SequentialProposer(head).chains
+    with pytest.raises(ValueError, match="3 deep but the head drafts 2"):
+        SequentialProposer(head, TreeOptions(shape=chain_shape(3)))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "most"),
+    [
+        ("eagle3", {}, None),
+        ("medusa", {"num_heads": 3}, 3),
+        ("dflash", {"block_size": 9}, 8),
+        ("peagle", {"num_drafts": 7}, 7),
+    ],
+)
+def test_trees_are_as_deep_as_the_head_drafts(
+    target: TargetModel, family: str, options: dict[str, Any], most: int | None
+) -> None:
+    head = build_drafter(family, target, **options)
+    assert build_proposer(head).options.depth == (most or 5)
+    assert build_proposer(head, TreeOptions(size=9)).options.longest == (most or 5)
+    assert build_proposer(head, TreeOptions(depth=2)).options.depth == 2
+    assert build_proposer(head, TreeOptions(depth=20)).options.depth == (most or 20)
+
+
+def test_chains_are_chains_whatever_tree_the_head_has(target: TargetModel) -> None:
+    for family in ("hydra", "medusa"):
+        head = build_drafter(family, target, num_heads=3, tree=[[0], [1], [0, 0]])
+        for options in (TreeOptions(top_k=1), TreeOptions(top_k=1, depth=2, grown=True)):
+            proposer = build_proposer(head, options)
+            assert proposer.chains and proposer.options.longest == (options.depth or 3)
+        assert not build_proposer(head).chains
+    chain = build_proposer(build_drafter("medusa", target, num_heads=3), TreeOptions(9, 2, 1))
+    assert chain.chains and chain.options.longest == 2
 
 
 def test_one_drawn_child_beside_the_likeliest(target: TargetModel, head: Eagle3Drafter) -> None:
@@ -320,7 +390,7 @@ def test_one_drawn_child_beside_the_likeliest(target: TargetModel, head: Eagle3D
     options = TreeOptions(12, 2, 4, draws="one")
     sampling = SamplingParams(1.2, seed=5)
     state = replace(row_state(target, head, IDS), sampling=sampling)
-    proposer = Eagle3Proposer(head, options)
+    proposer = SequentialProposer(head, options)
     begin(proposer, "rejection")
     [tree] = proposer.propose([state])
     assert tree is not None and tree.proposal is Proposal.MIXED and tree.draft_probs is not None
@@ -341,7 +411,7 @@ def test_nothing_left_to_draw(target: TargetModel, head: Eagle3Drafter) -> None:
     """Where the likeliest tokens are all there is, they are the children."""
     sampling = SamplingParams(1.0, top_k=2, seed=5)
     state = replace(row_state(target, head, IDS), sampling=sampling)
-    proposer = Eagle3Proposer(head, TreeOptions(9, 2, 4, draws="one"))
+    proposer = SequentialProposer(head, TreeOptions(9, 2, 4, draws="one"))
     begin(proposer, "rejection")
     [tree] = proposer.propose([state])
     assert tree is not None
@@ -358,7 +428,7 @@ def test_the_draft_temperature_is_the_heads_own_unless_given(
     head.config.draft_temperature = 0.5
     try:
         for given, used in ((None, 0.5), (2.0, 2.0)):
-            proposer = Eagle3Proposer(head, TreeOptions(4, 3, 1, draft_temperature=given))
+            proposer = SequentialProposer(head, TreeOptions(4, 3, 1, draft_temperature=given))
             begin(proposer, "block")
             [tree] = proposer.propose([state])
             assert tree is not None and tree.is_chain and tree.draft_probs is not None
@@ -378,10 +448,11 @@ def test_medusa_with_a_draft_vocabulary_smaller_than_its_tree(target: TargetMode
     head = build_drafter("medusa", target, num_heads=2, draft_vocab_size=4).double()
     head.set_draft_vocab(torch.arange(target.vocab_size))
     assert isinstance(head, MedusaDrafter)
-    proposer = MedusaProposer(head, size=64)
-    assert int(proposer.shape.ranks.max()) < 4 and len(proposer.shape.parents) == 1 + 4 + 16
+    shape = MedusaProposer(head, TreeOptions(size=64)).options.shape
+    assert shape is not None
+    assert int(shape.ranks.max()) < 4 and len(shape.parents) == 1 + 4 + 16
     with pytest.raises(ValueError, match="candidate 4 of a head that ranks only 4"):
-        MedusaProposer(head, static_tree([(4,)]))
+        MedusaProposer(head, TreeOptions(shape=static_tree([(4,)])))
 
 
 @pytest.mark.parametrize(
@@ -390,6 +461,13 @@ def test_medusa_with_a_draft_vocabulary_smaller_than_its_tree(target: TargetMode
         ({"sharpness": 0.0}, "sharpness"),
         ({"draft_temperature": -1.0}, "draft_temperature"),
         ({"draws": "two"}, "draws"),
+        ({"size": 1}, "size"),
+        ({"depth": 0}, "depth"),
+        ({"top_k": 0}, "top_k"),
+        ({"min_survival": 1.0}, "min_survival"),
+        ({"min_survival": -0.1}, "min_survival"),
+        ({"shape": static_tree([])}, "shape"),
+        ({"shape": static_tree([(0,)]), "grown": True}, "grown"),
     ],
 )
 def test_tree_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -417,7 +495,7 @@ def test_coupled_drafts_follow_the_warpers(
         return found
 
     following = hits()
-    monkeypatch.setattr(growth, "OUTSIDE", 0.0)
+    monkeypatch.setattr(laws, "OUTSIDE", 0.0)
     assert following >= 54 > hits() + 15
 
 
@@ -425,10 +503,9 @@ def test_long_prompts_are_absorbed_in_stretches(
     target: TargetModel, head: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = row_state(target, head, IDS)
-    proposer = Eagle3Proposer(head)
-    whole = proposer.absorb(start(proposer), state)
+    whole = started(head).absorb(0, state)
     for rows in (1, 4, 5):
-        monkeypatch.setattr("inference.proposers.heads.PREFILL_ROWS", rows)
-        logits, feature = proposer.absorb(start(proposer), state)
-        assert torch.allclose(logits, whole[0], atol=1e-12)
-        assert torch.allclose(feature, whole[1], atol=1e-12)
+        monkeypatch.setattr("inference.proposers.sequential.PREFILL_ROWS", rows)
+        found = started(head).absorb(0, state)
+        assert torch.allclose(found.logits, whole.logits, atol=1e-12)
+        assert torch.allclose(found.feature, whole.feature, atol=1e-12)

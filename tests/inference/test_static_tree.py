@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from inference.static_tree import optimal_static_tree, static_tree
+from inference.static_tree import StaticTree, best_first, optimal_static_tree, static_tree
 
 
 def test_static_tree_from_rank_paths() -> None:
@@ -15,6 +15,19 @@ def test_static_tree_from_rank_paths() -> None:
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 4]
     assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
     assert tree.ranks.tolist() == [0, 0, 1, 0, 2, 0, 1]
+
+
+def test_what_a_shape_knows_of_itself() -> None:
+    paths = [(0,), (1,), (0, 2), (0, 0), (1, 0), (0, 2, 1)]
+    tree = static_tree(paths)
+    assert (tree.num_nodes, tree.depth, tree.is_chain) == (7, 3, False)
+    assert (
+        sorted(tree.paths()) == sorted(paths) and static_tree(tree.paths()).paths() == tree.paths()
+    )
+    assert tree.children == [[1, 2], [3, 4], [5], [], [6], [], []]
+    assert static_tree([(3,), (3, 1)]).is_chain and static_tree([]).is_chain
+    by_hand = StaticTree(torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1]), torch.tensor([0, 4, 2]))
+    assert by_hand.children == [[2, 1], [], []]  # best rank first
 
 
 @pytest.mark.parametrize(
@@ -66,3 +79,44 @@ def test_optimal_static_tree_refuses_what_cannot_be() -> None:
         optimal_static_tree(torch.full((2, 2), 0.5), 7)
     with pytest.raises(ValueError, match=r"entries in \[0, 1\]"):
         optimal_static_tree(torch.full((2, 2), 1.5), 2)
+
+
+# Laws of one pass ---------------------------------------------------------------------------------
+
+
+def sorted_laws(seed: int, depths: int, ranks: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    laws = torch.randn(depths, 12, generator=generator, dtype=torch.float64) * 2
+    return laws.log_softmax(-1).topk(ranks).values
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 11, 30, 39, 100])
+@pytest.mark.parametrize(("depths", "ranks"), [(1, 3), (3, 3), (2, 5), (4, 2)])
+def test_best_paths_against_all_paths(depths: int, ranks: int, size: int) -> None:
+    for seed in range(4):
+        laws = sorted_laws(seed, depths, ranks)
+        every = [
+            path
+            for depth in range(1, depths + 1)
+            for path in itertools.product(range(ranks), repeat=depth)
+        ]
+        every.sort(key=lambda path: -sum(laws[k, r].item() for k, r in enumerate(path)))
+        assert set(best_first(laws, size).paths()) == set(every[:size])
+
+
+def test_impossible_paths_are_left_out() -> None:
+    laws = torch.tensor([[-0.1, -2.0, -torch.inf], [-0.5, -torch.inf, -torch.inf]])
+    assert best_first(laws, 50).paths() == [(0,), (1,), (0, 0), (1, 0)]
+    assert best_first(laws[:0], 5).num_nodes == 1
+    assert best_first(torch.full((2, 2), -torch.inf), 5).num_nodes == 1
+
+
+def test_ties_keep_the_parents() -> None:
+    """Of equally good paths a parent is taken before its children."""
+    tree = best_first(torch.zeros(3, 2), 3)
+    assert tree.num_nodes == 4  # `static_tree` refuses paths without their parents
+
+
+def test_unsorted_laws_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="unsorted"):
+        best_first(torch.tensor([[-2.0, -1.0]]), 2)

@@ -8,6 +8,7 @@ from inference.tree import (
     Proposal,
     TokenTree,
     ancestor_mask,
+    append,
     best_frontier,
     expand,
     rerank,
@@ -196,6 +197,15 @@ def test_expand_accumulates_and_keeps_everything() -> None:
     assert candidates.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
     expected = [1.0, 0.6, 0.3, 0.3, 0.24, 0.27, 0.03]
     assert torch.allclose(candidates.scores.exp(), torch.tensor(expected))
+
+
+def test_nodes_get_different_numbers_of_children() -> None:
+    log_probs = torch.tensor([0.5, 0.25, 0.1]).log()
+    parents, tokens = torch.tensor([1, 1, 2]), torch.tensor([30, 31, 32])
+    candidates = append(grown(), parents, tokens, log_probs)
+    assert candidates.tokens.tolist() == [50, 10, 11, 20, 21, 22, 23, 30, 31, 32]
+    assert candidates.parents.tolist()[7:] == [1, 1, 2]
+    assert torch.allclose(candidates.scores[7:].exp(), torch.tensor([0.3, 0.15, 0.03]))
 
 
 def test_frontier_is_the_best_of_the_newest_level() -> None:

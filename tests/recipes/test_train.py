@@ -342,7 +342,7 @@ def unwritable_out(folder: Path) -> list[str]:
 
 
 def no_loss(folder: Path) -> list[str]:
-    return ["--loss.name=hinge"]
+    return ["--loss.terms={hinge: 1.0}"]
 
 
 MISTAKES: list[tuple[Callable[[Path], list[str]], str]] = [
@@ -363,7 +363,7 @@ MISTAKES: list[tuple[Callable[[Path], list[str]], str]] = [
     (too_few_layers, "only 2"),
     (indivisible_batch, "run.batch_size"),
     (unwritable_out, "file"),
-    (no_loss, "loss.name"),
+    (no_loss, "loss.terms: 'hinge' is unknown"),
 ]
 
 

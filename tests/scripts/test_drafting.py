@@ -3,15 +3,19 @@
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
-from inference.proposers import Eagle3Proposer, MedusaProposer, Proposer
+from drafters import TargetModel, build_drafter
+from inference.proposers import HeadProposer, MedusaProposer, Proposer, SequentialProposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
+from inference.static_tree import StaticTree
 from scripts.common import add_options, load_target, parser_for
 from scripts.drafting import add_drafting_options, load_proposer
 from tests.scripts.heads import save_models
@@ -35,7 +39,7 @@ def without_head(models: list[str], *more: str) -> argparse.Namespace:
 
 
 def tree_of(proposer: Proposer) -> tuple[int, int, int]:
-    assert isinstance(proposer, Eagle3Proposer)
+    assert isinstance(proposer, SequentialProposer)
     return proposer.options.size, proposer.options.depth, proposer.options.top_k
 
 
@@ -53,7 +57,7 @@ def test_tree_options_that_were_not_given_take_their_defaults_and_record_them(
 ) -> None:
     args = model_args(models)
     proposer = load_proposer(args, load_target(args))
-    assert tree_of(proposer) == (32, 5, 8)  # type: ignore[attr-defined]
+    assert tree_of(proposer) == (32, 5, 8)
     assert (args.size, args.depth, args.branch) == (32, 5, 8)
 
 
@@ -62,48 +66,165 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return save_models(tmp_path_factory.mktemp("medusa"), "medusa")
 
 
-@pytest.fixture(scope="module")
-def medusa_with_tree(medusa: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The same head with a tree of its own in its config."""
-    folder = tmp_path_factory.mktemp("tree")
-    shutil.copytree(medusa[medusa.index("--head") + 1], folder / "head")
+def test_medusa_drafts_a_static_tree_of_the_asked_size(medusa: list[str]) -> None:
+    args = model_args(medusa, "--size", "9")
+    shape = shape_of(load_proposer(args, load_target(args)))
+    assert shape.num_nodes == 9
+    assert (args.size, args.depth, args.branch, args.tree) == (9, 3, None, "static")
+    args = model_args(medusa, "--depth", "2")
+    assert shape_of(load_proposer(args, load_target(args))).depth == 2
+    args = model_args(medusa, "--branch", "5")  # of grown trees
+    with pytest.raises(ValueError, match="--branch has no effect on these drafts"):
+        load_proposer(args, load_target(args))
+
+
+def test_medusas_trees_grow_if_asked_to(medusa: list[str]) -> None:
+    args = model_args(medusa, "--tree", "grown", "--branch", "5", "--size", "20")
+    proposer = load_proposer(args, load_target(args))
+    assert isinstance(proposer, MedusaProposer) and proposer.options.shape is None
+    options = proposer.options
+    assert (options.size, options.depth, options.top_k, options.grown) == (20, 3, 5, True)
+
+
+def shape_of(proposer: Proposer) -> StaticTree:
+    assert isinstance(proposer, HeadProposer | DraftModelProposer)
+    assert proposer.options.shape is not None
+    return proposer.options.shape
+
+
+def with_tree(options: list[str], folder: Path) -> list[str]:
+    """The same models with a tree in the head's config."""
+    shutil.copytree(options[options.index("--head") + 1], folder / "head")
     config = json.loads((folder / "head" / "config.json").read_text())
     config["tree"] = [[0], [1], [0, 0]]
     (folder / "head" / "config.json").write_text(json.dumps(config))
-    return [*medusa, "--head", str(folder / "head")]
+    return [*options, "--head", str(folder / "head")]
 
 
-def test_medusa_takes_a_size_and_nothing_else(medusa: list[str]) -> None:
-    args = model_args(medusa, "--size", "9")
-    proposer = load_proposer(args, load_target(args))
-    assert len(proposer.shape.parents) == 9  # type: ignore[attr-defined]
-    assert (args.size, args.depth, args.branch) == (9, None, None)
-    for option in ("--depth", "--branch"):
-        args = model_args(medusa, option, "5")  # the default of other heads, but asked for
-        with pytest.raises(ValueError, match=f"{option} has no effect on these drafts"):
-            load_proposer(args, load_target(args))
+def test_a_tree_in_the_heads_config_is_drafted(
+    models: list[str], medusa: list[str], tmp_path: Path
+) -> None:
+    for name, options in (("eagle3", models), ("medusa", medusa)):
+        treed = with_tree(options, tmp_path / name)
+        for more in ((), ("--tree", "static")):
+            args = model_args(treed, *more)
+            shape = shape_of(load_proposer(args, load_target(args)))
+            assert shape.parents.tolist() == [-1, 0, 0, 1]
+            assert (args.size, args.depth, args.branch) == (None, None, None)
+            assert args.tree == "static"
+        for option in ("--size", "--depth", "--branch"):
+            args = model_args(treed, option, "3")
+            with pytest.raises(ValueError, match=f"{option} has no effect on these drafts"):
+                load_proposer(args, load_target(args))
+        args = model_args(treed, "--tree", "grown", "--size", "9", "--depth", "3", "--branch", "2")
+        proposer = load_proposer(args, load_target(args))
+        assert isinstance(proposer, HeadProposer) and proposer.options.shape is None
+        assert (proposer.options.size, proposer.options.top_k) == (9, 2)
+        args = model_args(treed, "--branch", "1")  # chains are grown
+        assert load_proposer(args, load_target(args)).chains
 
 
-def test_a_tree_in_the_heads_config_leaves_no_choice(medusa_with_tree: list[str]) -> None:
-    args = model_args(medusa_with_tree)
-    proposer = load_proposer(args, load_target(args))
-    assert proposer.shape.parents.tolist() == [-1, 0, 0, 1]  # type: ignore[attr-defined]
-    assert (args.size, args.depth, args.branch) == (None, None, None)
-    for option in ("--size", "--depth", "--branch"):
-        args = model_args(medusa_with_tree, option, "32")
-        with pytest.raises(ValueError, match=f"{option} has no effect on these drafts"):
-            load_proposer(args, load_target(args))
-
-
-def test_a_chain_is_medusas_one_other_shape(medusa: list[str]) -> None:
-    """Blockwise parallel decoding."""
+def test_a_chain_of_heads_is_blockwise_decoding(medusa: list[str]) -> None:
     args = model_args(medusa, "--branch", "1")
     proposer = load_proposer(args, load_target(args))
-    assert isinstance(proposer, MedusaProposer)
-    assert proposer.shape.parents.tolist() == list(range(-1, proposer.drafter.config.num_heads))
-    args = model_args(medusa, "--branch", "1", "--size", "9")
+    assert isinstance(proposer, MedusaProposer) and proposer.chains
+    assert (args.tree, args.depth) == ("grown", 3)
+
+
+def test_a_tree_from_a_file(models: list[str], medusa: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    draft = ["--proposer", "draft-model", "--draft-model", models[models.index("--target") + 1]]
+    for found in ([[0], [0, 1], [2]], {"tree": [[0], [0, 1], [2]], "size": 4}):
+        path.write_text(json.dumps(found))
+        for args in (
+            model_args(models, "--tree", str(path)),
+            model_args(medusa, "--tree", str(path)),
+            without_head(models, *draft, "--tree", str(path)),
+        ):
+            shape = shape_of(load_proposer(args, load_target(args)))
+            assert shape.paths() == [(0,), (2,), (0, 1)]
+            assert args.size is None and args.tree == str(path)
+    args = model_args(models, "--tree", str(path), "--size", "4")
     with pytest.raises(ValueError, match="--size has no effect"):
         load_proposer(args, load_target(args))
+
+
+def test_a_generic_static_tree_for_any_head(models: list[str]) -> None:
+    args = model_args(models, "--tree", "static", "--size", "12", "--depth", "3")
+    shape = shape_of(load_proposer(args, load_target(args)))
+    assert (shape.num_nodes, shape.depth) == (12, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "neither grown nor static"),
+        ("no json", "neither grown nor static"),
+        ('{"size": 4}', "neither grown nor static"),
+        ("[[1, 0]]", "without its parent"),
+        ("[]", "no draft token"),
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "4 deep but the head drafts 3"),
+    ],
+)
+def test_files_that_hold_no_tree(
+    medusa: list[str], tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "tree.json"
+    if text is not None:
+        path.write_text(text)
+    args = model_args(medusa, "--tree", str(path))
+    with pytest.raises(ValueError, match=message):
+        load_proposer(args, load_target(args))
+
+
+def test_no_deeper_than_the_head(medusa: list[str]) -> None:
+    for more in ((), ("--tree", "grown")):
+        args = model_args(medusa, "--depth", "4", *more)
+        with pytest.raises(ValueError, match="--depth 4: this head drafts 3 tokens"):
+            load_proposer(args, load_target(args))
+
+
+def test_confidence_needs_a_head_that_has_it(models: list[str], tmp_path: Path) -> None:
+    args = model_args(models, "--min-confidence", "0.2")
+    target = load_target(args)
+    with pytest.raises(ValueError, match="--min-confidence needs a head with a confidence output"):
+        load_proposer(args, target)
+    save_sure_head(target, tmp_path)
+    args = model_args([*models, "--head", str(tmp_path)], "--min-confidence", "0.2")
+    proposer = load_proposer(args, target)
+    assert isinstance(proposer, SequentialProposer) and proposer.options.min_survival == 0.2
+    args = model_args([*models, "--head", str(tmp_path)], "--min-confidence", "1.5")
+    with pytest.raises(ValueError, match="min_survival"):
+        load_proposer(args, target)
+
+
+def test_confidence_for_another_decoder_is_named(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head predicts overlap: what drawn drafts are accepted by, and greedy ones are not."""
+    target = load_target(model_args(models))
+    save_sure_head(target, tmp_path)
+    mine = [*models, "--head", str(tmp_path)]
+    drawn = ("--temperature", "1", "--rule", "rejection")
+    for more, said in (
+        ((), True),
+        (drawn, False),
+        ((*drawn, "--draws", "none"), True),
+        ((*drawn, "--with-ngram"), False),
+        (("--temperature", "1", "--rule", "coupled"), True),
+    ):
+        load_proposer(model_args(mine, "--min-confidence", "0.2", *more), target)
+        shown = capsys.readouterr().err
+        assert ("--min-confidence: confidence predicts overlap" in shown) == said
+        assert shown.count("\n") == said
+    load_proposer(model_args(mine), target)  # predictions are not used
+    assert not capsys.readouterr().err
+
+
+def save_sure_head(target: TargetModel, folder: Path) -> None:
+    head = build_drafter("eagle3", target, confidence_head=True)
+    head.set_draft_vocab(torch.ones(target.vocab_size))
+    head.save_pretrained(folder)
 
 
 def test_kinds_that_need_no_training(models: list[str]) -> None:
@@ -121,7 +242,9 @@ def test_kinds_that_need_no_training(models: list[str]) -> None:
     assert isinstance(load_proposer(args, load_target(args)), DraftModelProposer)
 
 
-def test_copied_children_beside_a_heads(models: list[str], medusa: list[str]) -> None:
+def test_copied_children_beside_a_heads(
+    models: list[str], medusa: list[str], tmp_path: Path
+) -> None:
     """`--size` stays the size of the whole tree."""
     args = model_args(models, "--with-ngram", "--size", "11")
     proposer = load_proposer(args, load_target(args))
@@ -131,7 +254,11 @@ def test_copied_children_beside_a_heads(models: list[str], medusa: list[str]) ->
     proposer = load_proposer(args, load_target(args))
     assert isinstance(proposer, ComposedProposer)
     assert isinstance(chain := proposer.proposers[0], MedusaProposer) and chain.chains
-    assert proposer.size == len(chain.shape.parents) + 16
+    assert proposer.size == 32 and chain.options.size == 16
+    treed = with_tree(medusa, tmp_path)
+    args = model_args(treed, "--with-ngram")
+    proposer = load_proposer(args, load_target(args))
+    assert isinstance(proposer, ComposedProposer) and proposer.size == 4 + 16
 
 
 @pytest.mark.parametrize(
@@ -139,6 +266,7 @@ def test_copied_children_beside_a_heads(models: list[str], medusa: list[str]) ->
     [
         (["--draws", "one"], "--draws has an effect"),
         (["--draws", "one", "--rule", "rejection"], "--draws has an effect"),
+        (["--sharpness", "0.5", "--rule", "coupled"], "--sharpness has an effect"),
         (["--draft-temperature", "0.7"], "--draft-temperature has no effect at temperature 0"),
     ],
 )
@@ -148,8 +276,13 @@ def test_options_of_drawn_drafts_without_any(
     args = model_args(models, *more)
     with pytest.raises(ValueError, match=message):
         load_proposer(args, load_target(args))
-    args = model_args(models, *more, "--temperature", "1", "--rule", "rejection")
+    rule = "coupled" if "--sharpness" in more else "rejection"
+    args = model_args(models, *more, "--temperature", "1", "--rule", rule)
     load_proposer(args, load_target(args))
+    args = model_args(models, *more, "--temperature", "1", "--rule", "match")
+    if "--draft-temperature" not in more:
+        with pytest.raises(ValueError, match=message):
+            load_proposer(args, load_target(args))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +295,8 @@ def test_options_of_drawn_drafts_without_any(
         (["--proposer", "ngram", "--exit-layer", "2"], "belong to --proposer layer-skip"),
         (["--proposer", "ngram", "--draft-temperature", "2"], "--draft-temperature has no effect"),
         (["--proposer", "layer-skip", "--exit-layer", "2", "--with-ngram"], "--with-ngram has no"),
+        (["--proposer", "ngram", "--tree", "grown"], "--tree has no effect"),
+        (["--proposer", "suffix", "--min-confidence", "0.1"], "--min-confidence has no effect"),
     ],
 )
 def test_options_that_belong_to_other_kinds(

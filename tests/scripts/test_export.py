@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     eagle3.set_draft_vocab(torch.arange(96) % 7)
     eagle3.save_pretrained(folder / "eagle3")
     medusa = build_drafter("medusa", target)
-    medusa.initialise_from_target()
+    medusa.set_draft_vocab(torch.arange(96))
     medusa.save_pretrained(folder / "medusa")
     return folder
 

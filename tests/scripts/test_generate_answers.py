@@ -178,3 +178,35 @@ def test_a_base_model_is_given_a_template(folder: Path, tmp_path: Path) -> None:
         script.main(ask)
     script.main([*ask, "--chat-template", str(template)])
     assert len(records(tmp_path / "answers.jsonl")) == 1
+
+
+def test_several_answers_per_prompt(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sample s of seed n is the answer of seed n + s."""
+    out, alone = tmp_path / "answers.jsonl", tmp_path / "alone.jsonl"
+    script.main(arguments(folder, out, "--temperature", 1, "--samples", 2, "--seed", 3))
+    record = last_json(capsys)
+    assert (record["prompts"], record["written"], record["answers"]) == (5, 10, 10)
+    assert record["answer_tokens"] == sum(len(row["answer_ids"]) for row in records(out))
+    script.main(arguments(folder, alone, "--temperature", 1, "--seed", 4))
+    assert records(alone) == records(out)[5:]
+    assert len({row["id"] for row in records(out)}) == 10
+
+
+def test_enough_tokens_stop_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    more = ("--temperature", 1, "--samples", 1000, "--min-tokens", 150)
+    script.main(arguments(folder, out, *more))
+    found = last_json(capsys)["answer_tokens"]
+    assert 150 <= found < 150 + 5 * 12 + 1
+    script.main(arguments(folder, out, *more))
+    assert last_json(capsys)["written"] == 0
+
+
+@pytest.mark.parametrize("more", [("--samples", 0), ("--samples", 2)])
+def test_samples_need_a_temperature(folder: Path, tmp_path: Path, more: tuple) -> None:
+    with pytest.raises(ValueError, match=r"--samples must be at least 1.*--temperature above 0"):
+        script.main(arguments(folder, tmp_path / "answers.jsonl", *more))

@@ -6,6 +6,7 @@ log V where it does not.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import Drafter, TargetModel, build_drafter
-from training import objectives
 from training.alignment import Labels, draft_rows, shifted_tokens, supervised_labels
 from training.data import Batch
 from training.features import TargetBatch
-from training.objectives import Objective, ObjectiveOptions, build_objective
+from training.objectives import Objective, ObjectiveOptions, base, build_objective
 
 # --- the table
 
@@ -148,7 +148,8 @@ def toy_batch(ids: Tensor, hidden: Tensor, features: Tensor, first_label: int) -
     supervised[:, first_label:] = True
     positions = torch.arange(length).expand(len(ids), length)
     unknown = torch.full((len(ids),), -1)
-    batch = Batch(ids[:, :length], positions, torch.zeros_like(positions), supervised, unknown)
+    documents, draws = torch.zeros_like(positions), torch.arange(len(ids))
+    batch = Batch(ids[:, :length], positions, documents, supervised, unknown, draws)
     return TargetBatch(batch, features, hidden)
 
 
@@ -213,12 +214,17 @@ def train(objective: Objective, make_batch, steps: int) -> list[float]:
 
 def eagle_objective(steps: int) -> Objective:
     drafter = build_drafter("eagle3", toy_target(), feature_layers=[0, 1, 2])
-    return build_objective(prepared(drafter), ObjectiveOptions(steps=steps, decay=1.0, chunk=0))
+    return build_objective(prepared(drafter), even(steps, steps=steps))
 
 
 def medusa_objective(heads: int) -> Objective:
     drafter = build_drafter("medusa", toy_target(), num_heads=heads)
-    return build_objective(prepared(drafter), ObjectiveOptions(decay=1.0, chunk=0))
+    return build_objective(prepared(drafter), even(heads))
+
+
+def even(depths: int, **options: Any) -> ObjectiveOptions:
+    """All depths count the same."""
+    return ObjectiveOptions(decay=1.0 if depths > 1 else None, chunk=0, **options)
 
 
 def prepared(drafter: Drafter) -> Drafter:
@@ -232,7 +238,7 @@ def pair_rows(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
     def shifted(labels: Labels, document_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return draft_rows(labels, document_ids, depth - later)
 
-    monkeypatch.setattr(objectives, "draft_rows", shifted)
+    monkeypatch.setattr(base, "draft_rows", shifted)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,6 +1,6 @@
 """chunked_sum against its slow twin: same value, metrics and gradients, less memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,20 +24,23 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor
 
 
 def loss_of(matrix: nn.Linear, seen: list[slice] | None = None) -> ChunkLoss:
-    """A loss that reads the matrix twice, and rows of its own by the chunk's slice."""
+    """A loss in two pieces that both read the matrix, the second also rows of its own by the
+    chunk's slice.
+    """
     labels = torch.arange(N) * 7 % V
 
-    def loss(chunk: slice, pieces: list[Tensor]) -> tuple[Tensor, Metrics]:
+    def loss(chunk: slice, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Metrics]]:
         if seen is not None:
             seen.append(chunk)
+        norms = matrix(pieces[1].tanh()).square().sum(-1).to(pieces[1].dtype)
+        yield 0.1 * norms.sum(), {"rows_sum": torch.tensor(1)}
         logits = (
             matrix(pieces[0]).float() if pieces[0].dtype == torch.float32 else matrix(pieces[0])
         )
-        other = matrix(pieces[1].tanh())
         wanted = labels[chunk]
-        value = F.cross_entropy(logits, wanted, reduction="none") + 0.1 * other.square().sum(-1)
+        value = F.cross_entropy(logits, wanted, reduction="sum")
         hits = (logits.argmax(-1) == wanted).sum()
-        return value.sum(), {"hits_sum": hits, "hits_count": torch.tensor(len(wanted))}
+        yield value, {"hits_sum": hits, "hits_count": torch.tensor(len(wanted))}
 
     return loss
 
@@ -61,6 +64,8 @@ def test_value_and_gradients_equal_the_plain_sum(chunk: int) -> None:
     plain = results(lambda: plain_sum(loss_of(matrix), rows), sources)
     chunked = results(lambda: chunked_sum(loss_of(matrix), rows, parameters, chunk), sources)
     assert plain[0] == pytest.approx(chunked[0], rel=1e-12)
+    assert plain[1].pop("rows_sum") == 1
+    assert chunked[1].pop("rows_sum") == -(-N // chunk)
     assert plain[1] == chunked[1]
     for one, other in zip(plain[2], chunked[2], strict=True):
         assert (one - other).abs().max() < 1e-11
@@ -173,27 +178,49 @@ def test_a_parameter_that_no_chunk_uses_gets_zeros() -> None:
     assert idle.grad.tolist() == [0, 0, 0]
 
 
-def test_only_one_chunk_of_the_vocabulary_is_alive() -> None:
-    """What the function is for: the graphs of earlier chunks are gone when the next begins."""
+class Counted(torch.autograd.Function):
+    """How many graphs of its results are alive."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Counted.count += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counted.count -= 1
+        return grad
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_only_one_piece_of_one_chunk_of_the_vocabulary_is_alive(count: int) -> None:
+    """What the function is for: the graphs of earlier ones are gone when the next begins."""
     rows, matrix = make()
     alive: list[int] = []
 
-    class Counted(torch.autograd.Function):
-        count = 0
-
-        @staticmethod
-        def forward(ctx, x):
-            Counted.count += 1
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            Counted.count -= 1
-            return grad
-
-    def loss(chunk: slice, pieces: list[Tensor]) -> tuple[Tensor, Metrics]:
-        alive.append(Counted.count)
-        return Counted.apply(matrix(pieces[0])).square().sum(), {}
+    def loss(chunk: slice, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Metrics]]:
+        for _ in range(count):
+            alive.append(Counted.count)
+            yield Counted.apply(matrix(pieces[0])).square().sum(), {}
 
     chunked_sum(loss, rows[:1], list(matrix.parameters()), 2)
-    assert alive == [0] * 5
+    assert alive == [0] * 5 * count
+    alive.clear()
+    plain_sum(loss, rows[:1])
+    assert alive == list(range(count)), "negative control: the slow twin keeps them all"
+    Counted.count = 0
+
+
+def test_a_piece_without_a_gradient_adds_its_value() -> None:
+    rows, matrix = make()
+
+    def loss(chunk: slice, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Metrics]]:
+        yield torch.tensor(2.0, dtype=torch.float64), {}
+        yield matrix(pieces[0]).sum(), {}
+
+    value, _ = chunked_sum(loss, rows[:1], list(matrix.parameters()), N)
+    value.backward()
+    assert value.item() == pytest.approx(2 + matrix(rows[0]).sum().item(), rel=1e-12)
+    assert rows[0].grad is not None

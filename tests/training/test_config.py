@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from training.config import (
-    Eagle3Options,
-    MedusaOptions,
-    TrainConfig,
-    dump_config,
-    parse_config,
-    save_config,
-)
+from drafters import FAMILIES
+from drafters.families import DFlashConfig
+from training.config import TrainConfig, dump_config, parse_config, save_config
+from training.drafter_options import NOT_IN_CONFIG, DrafterOptions, Eagle3Options, MedusaOptions
+from training.objectives import ObjectiveOptions
+from training.objectives.options import ALL, ONLY
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {
@@ -59,7 +57,10 @@ def test_defaults(parse) -> None:
     assert config.drafter.family == "eagle3"
     assert config.data.train == ["rows.jsonl"]
     assert (config.optim.lr, config.optim.betas) == (6e-4, (0.9, 0.95))
-    assert (config.loss.name, config.loss.steps) == ("kl", None)
+    assert config.loss == ObjectiveOptions()
+    assert (config.loss.terms, config.loss.steps) == (None, None)
+    resolved = config.loss.resolved(config.drafter.family)
+    assert (resolved.terms, resolved.steps, resolved.decay) == ({"kl": 1.0}, 3, 0.8)
 
 
 def test_both_ways_to_name_the_file(tmp_path: Path) -> None:
@@ -77,7 +78,12 @@ def test_overrides_win_over_the_file(parse) -> None:
         "--data.train=[a.jsonl, b.jsonl]",
         "--data.pack=false",
         "--evaluate.prompts=held.jsonl",
+        "--loss.terms={kl: 0.5, tv: 1e-1}",
+        "--loss.final={tv: 1.0}",
+        "--loss.ramp=[0.1, 0.2]",
     )
+    assert config.loss.terms == {"kl": 0.5, "tv": 0.1}
+    assert config.loss.ramp == (0.1, 0.2)
     assert (config.optim.lr, config.optim.clip) == (3e-4, 0.5)
     assert config.run.seed == 7
     assert config.data.train == ["a.jsonl", "b.jsonl"]
@@ -123,7 +129,50 @@ def test_families_have_their_own_options(parse) -> None:
     assert config.drafter.head_fields()["feature_layers"] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("changes", [{}, MEDUSA, {"optim": {"lr": 1e-5}, "loss": {"steps": 5}}])
+MIXED = {"terms": {"kl": 1.0}, "final": {"lk_hybrid": 1.0, "ce": 0.1}, "ramp": [0.2, 0.4]}
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_every_family_can_be_asked_for_by_its_fields(parse, family: str) -> None:
+    """Every key of a family is a field of its config, with its default where it is not null."""
+    config = parse({"drafter": {"type": family}})
+    assert config.drafter.family == family
+    known = FAMILIES[family].config_class
+    fields = config.drafter.head_fields()
+    assert set(vars(config.drafter)) - set(NOT_IN_CONFIG) <= set(known.__dataclass_fields__)
+    for name, value in fields.items():
+        if name != "confidence_head":  # on for training, off in what was never trained
+            assert getattr(known, name) == value, name
+
+
+def test_the_families_are_those_of_the_drafters() -> None:
+    assert set(ALL) == set(FAMILIES) == set(DrafterOptions.get_known_choices())
+    assert issubclass(FAMILIES["dflash"].config_class, DFlashConfig)
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_options_of_some_families_are_refused_by_the_others(parse, name: str) -> None:
+    value = {"detach": True, "steps": 2, "anchors": 4}.get(name, 0.5)
+    for family in ALL:
+        changes = {"drafter": {"type": family}, "loss": {name: value}}
+        if family in ONLY[name]:
+            assert getattr(parse(changes).loss, name) == value
+        else:
+            with pytest.raises(ValueError, match=rf"loss\.{name} has no effect on {family}"):
+                parse(changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        MEDUSA,
+        {"optim": {"lr": 1e-5}, "loss": {"steps": 5}},
+        {"loss": MIXED},
+        *({"drafter": {"type": family}} for family in ALL),
+    ],
+    ids=str,
+)
 def test_resolved_configuration_is_read_back(parse, tmp_path: Path, changes: dict) -> None:
     config = parse(changes, "--run.seed=3")
     save_config(config, tmp_path / "out")
@@ -134,7 +183,7 @@ def test_resolved_configuration_is_read_back(parse, tmp_path: Path, changes: dic
     assert resolved["optim"]["schedule"] == "cosine", "defaults are written out"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_of_the_project_are_valid(path: Path) -> None:
     if path.parent.name == "launch":
         assert yaml.safe_load(path.read_text())
@@ -185,10 +234,21 @@ def test_unknown_flags_are_refused(
         ({"data": {"regenerate": True, "answer_tokens": 0}}, r"answer_tokens"),
         ({"data": {"regenerate": True, "answer_batch": 0}}, r"answer_batch"),
         ({"data": {"regenerate": True, "answer_temperature": -1.0}}, r"answer_temperature"),
-        ({"loss": {"name": "hinge"}}, r"loss\.name"),
+        ({"loss": {"terms": {"hinge": 1.0}}}, r"loss\.terms"),
+        ({"loss": {"terms": {"kl": -1.0}}}, r"loss\.terms\.kl"),
+        ({"loss": {"terms": {}}}, r"loss\.terms"),
+        ({"loss": {"terms": {"smooth_l1": 1.0}}}, r"loss\.terms.*eagle1"),
+        ({"loss": {"final": {"hinge": 1.0}}}, r"loss\.final"),
+        ({"loss": {"ramp": [0.9, 0.1]}}, r"loss\.ramp"),
+        ({"loss": {"weighting": "dice"}}, r"loss\.weighting"),
+        ({"loss": {"on_policy": -1}}, r"loss\.on_policy"),
+        ({"loss": {"top": 0}}, r"loss\.top"),
+        ({"drafter": {"type": "eagle3", "start": "zero"}}, r"drafter\.start"),
+        ({"drafter": {"type": "eagle3", "draft_vocab_coverage": 1.5}}, "draft_vocab_coverage"),
         ({"loss": {"steps": 0}}, r"loss\.steps"),
-        ({"loss": {"decay": 0.0}}, r"loss\.decay|decay"),
-        ({"loss": {"chunk": -1}}, r"loss\.chunk|chunk"),
+        ({"loss": {"decay": 0.0}}, r"loss\.decay"),
+        ({"loss": {"chunk": -1}}, r"loss\.chunk"),
+        ({"loss": {"confidence_weight": -1.0}}, r"loss\.confidence_weight"),
         ({"optim": {"lr": 0.0}}, "lr"),
         ({"optim": {"lr": -1e-3}}, "lr"),
         ({"optim": {"warmup": 1.0}}, "warmup"),
@@ -245,9 +305,48 @@ def test_contradictions_are_refused(parse) -> None:
     with pytest.raises(ValueError, match=r"loss\.steps .*medusa"):
         parse({**MEDUSA, "loss": {"steps": 3}})
     parse({"loss": {"steps": 3}})
+    with pytest.raises(ValueError, match=r"loss\.decay .*dpace"):
+        parse({"loss": {"decay": 0.5, "weighting": "dpace"}})
+    parse({"loss": {"weighting": "dpace"}})
+    with pytest.raises(ValueError, match=r"loss\.ramp .*loss\.final"):
+        parse({"loss": {"ramp": [0.1, 0.2]}})
+    with pytest.raises(ValueError, match=r"loss\.top .*top_k"):
+        parse({"loss": {"top": 4}})
+    parse({"loss": {"top": 4, "terms": {"kl": 1.0}, "final": {"top_k": 1.0}}})
+    with pytest.raises(ValueError, match=r"loss\.on_policy.*single draft"):
+        parse({"loss": {"steps": 1, "on_policy": 1}})
+    with pytest.raises(ValueError, match=r"confidence_at .*agreement"):
+        parse({"drafter": {"confidence_rule": "agreement", "confidence_at": 0.7}})
+    parse({"drafter": {"confidence_rule": "draft_mass", "confidence_at": 0.7}})
+    with pytest.raises(ValueError, match=r"loss\.confidence_weight .*confidence_head"):
+        parse({"drafter": {"confidence_head": False}, "loss": {"confidence_weight": 0.5}})
+    parse({"loss": {"confidence_weight": 0.5}})
+    with pytest.raises(ValueError, match=r"confidence_rule .*confidence_head"):
+        parse({"drafter": {"confidence_head": False, "confidence_rule": "agreement"}})
+    with pytest.raises(ValueError, match=r"init_from and drafter\.warm_from"):
+        parse({"drafter": {"init_from": "a", "warm_from": "b"}})
+    with pytest.raises(ValueError, match=r"draft_vocab_coverage .*draft_vocab_size"):
+        parse({"drafter": {"draft_vocab_size": 5, "draft_vocab_coverage": 0.9}})
     with pytest.raises(ValueError, match=r"data\.answers .*regenerate"):
         parse({"data": {"answers": "a.jsonl"}})
     parse({"data": {"answers": "a.jsonl", "regenerate": True}})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "named"),
+    [
+        ({"type": "dspark", "markov_type": "none", "markov_rank": 8}, r"drafter\.markov_rank"),
+        ({"type": "hydra", "intermediate_size": 64}, r"drafter\.intermediate_size .*num_layers=1"),
+        ({"type": "hydra", "num_layers": 0, "intermediate_size": 64}, "intermediate_size"),
+    ],
+)
+def test_options_of_parts_that_are_not_there_are_refused(drafter: dict, named: str) -> None:
+    given = dict(drafter)
+    choice = DrafterOptions.get_choice_class(given.pop("type"))
+    with pytest.raises(ValueError, match=named):
+        choice(**given)
+    there = {"num_layers": 1} if "intermediate_size" in given else {"markov_type": "rnn"}
+    choice(**{**given, **there})
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_a_row_too_long_to_use_does_not_stop_the_others(packed: bool) -> None:
 
 
 def test_collate() -> None:
-    batch = collate([[row(3, 10, prompt=2), row(2, 20)], [row(5, 30, prompt=4)]], 7, [4, 9], 99)
+    groups = [[row(3, 10, prompt=2), row(2, 20)], [row(5, 30, prompt=4)]]
+    batch = collate(groups, 7, [4, 9], [70, 71], 99)
     assert batch.input_ids.tolist() == [
         [10, 11, 12, 20, 21, 99, 99],
         [30, 31, 32, 33, 34, 99, 99],
@@ -93,7 +94,9 @@ def test_collate() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 0, 1]]
     assert batch.supervised.int().tolist() == [[0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0]]
     assert batch.index.tolist() == [4, 9]
-    assert collate([[row(3)]], 4).index.tolist() == [-1]
+    assert batch.draw.tolist() == [70, 71]
+    alone = collate([[row(3)]], 4)
+    assert (alone.index.tolist(), alone.draw.tolist()) == ([-1], [0])
     moved = batch.to(torch.device("cpu"))
     assert all(
         torch.equal(a, b) for a, b in zip(vars(batch).values(), vars(moved).values(), strict=True)
@@ -122,6 +125,26 @@ def test_the_global_batch_does_not_depend_on_the_processes(world: int, micro: in
                 assert len(batch.input_ids) == micro
                 for ids, index in zip(batch.input_ids, batch.index, strict=True):
                     assert ids.tolist() == data.groups[index][0].ids
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_what_is_drawn_does_not_depend_on_the_processes(world: int, micro: int) -> None:
+    """Each use of a sequence has a number of its own, the same in any arrangement."""
+    data = dataset([10] * 23, batch_size=8)
+    numbers: list[int] = []
+    for step in range(2 * data.steps_per_epoch):
+        (whole,) = data.micro_batches(step, 0, 1, 8)
+        wanted = dict(zip(whole.draw.tolist(), whole.index.tolist(), strict=True))
+        found: dict[int, int] = {}
+        for rank in range(world):
+            for batch in data.micro_batches(step, rank, world, micro):
+                found |= zip(batch.draw.tolist(), batch.index.tolist(), strict=True)
+        assert found == wanted
+        numbers += wanted
+    assert len(set(numbers)) == len(numbers) == 2 * data.steps_per_epoch * 8
+    (other,) = dataset([10] * 23, batch_size=8, seed=1).micro_batches(0, 0, 1, 8)
+    assert not set(other.draw.tolist()) & set(numbers)
 
 
 def test_order_depends_on_the_step_alone() -> None:

@@ -19,20 +19,26 @@ from torch import Tensor
 from drafters import build_drafter
 from recipes.train import main
 from tests.tiny import save_tiny_target, tiny_target
+from training import loop
 from training.chat import TokenizedRow
 from training.checkpoint import list_checkpoints
 from training.config import (
     DataOptions,
-    DrafterOptions,
-    Eagle3Options,
-    LossOptions,
-    MedusaOptions,
     OptimOptions,
     RunOptions,
     TargetOptions,
     TrainConfig,
 )
 from training.data import PackedDataset
+from training.drafter_options import (
+    DFlashOptions,
+    DrafterOptions,
+    DSparkOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    PEagleOptions,
+)
 from training.features import run_target
 from training.loop import Trainer, TrainingError, make_accelerator
 from training.objectives import ObjectiveOptions, build_objective
@@ -69,7 +75,7 @@ def make_config(out: Path, drafter: DrafterOptions | None = None, **sections: An
         data=DataOptions(train=["rows"], max_length=LENGTH, pack=False),
         run=RunOptions(out=str(out), **run),
         optim=OptimOptions(**({"lr": 1e-2, "warmup": 0.25} | sections.pop("optim", {}))),
-        loss=LossOptions(**sections.pop("loss", {})),
+        loss=ObjectiveOptions(**sections.pop("loss", {})),
         **sections,
     )
 
@@ -91,13 +97,7 @@ def make_trainer(
         packed=False,
     )
     drafter.double().set_draft_vocab(data.token_counts(VOCAB))
-    loss = config.loss
-    objective = build_objective(
-        drafter.train(),
-        ObjectiveOptions(
-            loss.name, loss.steps or 3, loss.decay, loss.confidence_weight, loss.chunk
-        ),
-    )
+    objective = build_objective(drafter.train(), config.loss)
     return Trainer(config, make_accelerator(config.run, "cpu"), target, objective, data, evaluate)
 
 
@@ -257,6 +257,66 @@ def test_metrics_file(tmp_path: Path) -> None:
     assert found[0]["train/tokens"] < found[1]["train/tokens"] < found[2]["train/tokens"]
 
 
+def test_names_that_only_another_process_knows_are_reduced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had something to draft where this one had not; both must hand on equally many numbers."""
+    trainer = make_trainer(make_config(tmp_path))
+    sent: list[Tensor] = []
+
+    def reduce(numbers: Tensor, reduction: str) -> Tensor:
+        sent.append(numbers)
+        return numbers
+
+    monkeypatch.setattr(trainer.accelerator, "reduce", reduce)
+    monkeypatch.setattr(loop, "gather_object", lambda own: [*own, "b_sum", "d_sum"])
+    trainer._add({"c_sum": torch.tensor(3.0), "b_sum": torch.tensor(2.0)})
+    assert trainer._totals() == {"b_sum": 2.0, "c_sum": 3.0, "d_sum": 0.0}
+    assert len(sent) == 1 and sent[0].dtype == torch.float64
+    trainer.sums = {}
+    assert trainer._totals() == {"b_sum": 0.0, "d_sum": 0.0}, "also a process that knows none"
+
+
+ONE_IS_SILENT = """
+import sys
+from pathlib import Path
+from tests.training.test_loop import make_config, make_trainer
+from training.chat import TokenizedRow
+from training.drafter_options import DFlashOptions
+
+rows = [TokenizedRow(list(range(5, 15)), [False] * 3 + [True] * 7)]
+rows.append(TokenizedRow([5, 6, 7, 8], [True, False, False, False]))  # nothing can be drafted
+head = DFlashOptions(block_size=3, num_layers=1, feature_layers=[0, 1], mask_token_id=95)
+run = {"steps": 3, "save_every": 2, "log_every": 2}
+trainer = make_trainer(make_config(Path(sys.argv[1]), head, run=run), rows)
+trainer.train()
+trainer.release()
+"""
+
+
+def test_a_process_without_drafts_trains_along(tmp_path: Path) -> None:
+    """Two processes, one sequence each per step; the lines are those of one with both."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_IS_SILENT)
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher in (("one", []), ("two", two)):
+        found = subprocess.run(
+            [sys.executable, *launcher, str(script), str(tmp_path / name)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert found.returncode == 0, found.stderr[-4000:]
+    one, two_lines = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert [line["step"] for line in two_lines] == [2, 3]
+    for alone, together in zip(one, two_lines, strict=True):
+        assert alone.keys() == together.keys()
+        for key in ("train/loss", "train/accuracy_0", "train/overlap_1", "train/loss_1"):
+            assert together[key] == pytest.approx(alone[key], rel=1e-5), key
+
+
 # --- resuming
 
 
@@ -289,6 +349,70 @@ def test_resumed_run_is_bit_identical(
     wanted = weights(straight)
     for name, value in weights(resumed).items():
         assert torch.equal(value, wanted[name]), name
+
+
+BLOCK: dict[str, Any] = {"mask_token_id": 95, "feature_layers": [0, 1], "num_layers": 1}
+DRAWING: dict[str, tuple[DrafterOptions, dict[str, Any]]] = {
+    "eagle1": (Eagle1Options(), {"noise": 0.3}),
+    "peagle": (PEagleOptions(num_drafts=3), {"cod_rate": 0.6}),
+    "dflash": (DFlashOptions(block_size=4, **BLOCK), {"anchors": 2}),
+    "dflash dpace": (
+        DFlashOptions(block_size=4, **BLOCK),
+        {"anchors": 2, "weighting": "dpace"},
+    ),
+    "dspark": (
+        DSparkOptions(block_size=3, markov_rank=4, markov_type="rnn", **BLOCK),
+        {"anchors": 2, "on_policy": 40},
+    ),
+}
+"""Families whose loss depends on numbers drawn afresh for every use of a sequence."""
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_is_drawn_and_scheduled_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Noise, anchors, dropped depths and the ramp between two losses: all of the step alone."""
+    family, drawn = DRAWING[name]
+    loss: dict[str, Any] = {"final": {"tv": 1.0}, "ramp": (0.2, 0.9), **drawn}
+    run = {"steps": 6, "save_every": 3, "batch_size": 4, "micro_batch_size": 2}
+    straight = make_trainer(make_config(tmp_path / "straight", family, run=run, loss=loss))
+    straight.train()
+    config = make_config(tmp_path / "resumed", family, run=run, loss=loss)
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, crash)
+        with pytest.raises(Crash):
+            make_trainer(config).train()
+    assert [path.name for path in list_checkpoints(tmp_path / "resumed")] == ["step-000003"]
+    resumed = make_trainer(config)
+    resumed.train()
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+    wanted = weights(straight)
+    for key, value in weights(resumed).items():
+        assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("name", ["eagle1", "peagle", "dflash", "dspark"])
+def test_a_draw_that_does_not_go_on_would_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Negative control of the test above: with other draws in one step, the losses differ."""
+    family, drawn = DRAWING[name]
+    found = []
+    for later in (0, 1):
+        config = make_config(tmp_path / str(later), family, run={"steps": 1}, loss=drawn)
+        trainer = make_trainer(config)
+        forward = trainer._forward
+        again = {} if not later else {"draw": 1000}
+        monkeypatch.setattr(
+            trainer,
+            "_forward",
+            lambda b, f=forward, more=again: f(
+                replace(b, draw=b.draw + more["draw"]) if more else b
+            ),
+        )
+        found.append(trainer._train_step())
+    assert found[0] != found[1]
 
 
 def test_other_data_order_is_another_loss_sequence(tmp_path: Path) -> None:
@@ -363,7 +487,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "run.seed": {"run": {"seed": 5}},
     "run.batch_size": {"run": {"batch_size": 4}},
     "run.steps": {"run": {"steps": 12}},
-    "loss.name": {"loss": {"name": "tv"}},
+    "loss.terms": {"loss": {"terms": {"tv": 1.0}}},
+    "loss.final": {"loss": {"final": {"tv": 1.0}}},
+    "loss.ramp": {"loss": {"final": {"kl": 1.0}, "ramp": (0.1, 0.2)}},
+    "loss.on_policy": {"loss": {"on_policy": 2}},
     "loss.decay": {"loss": {"decay": 0.5}},
     "drafter.num_heads": {"drafter": MedusaOptions(num_heads=3)},
     "drafter.confidence_head": {"drafter": MedusaOptions(num_heads=2, confidence_head=False)},

@@ -6,12 +6,20 @@ from torch import Tensor
 
 from training.masks import (
     Rows,
+    block,
+    block_rows,
     build_mask,
     causal,
+    causal_block,
     causal_mask,
+    in_window,
+    join,
+    parallel,
+    rollout_rows,
     sequence_rows,
     training_time_test,
     unrolled_mask,
+    windowed,
 )
 
 
@@ -130,7 +138,7 @@ def test_rectangular_masks_by_the_rule() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, -1]])
     query = sequence_rows(documents, 2)
     parts = [sequence_rows(documents, step) for step in range(3)]
-    key = Rows(*(torch.cat([getattr(p, f) for p in parts], 1) for f in vars(query)))
+    key = join(*parts)
     mask = build_mask(query, key, training_time_test)
     assert mask.shape == (1, 6, 18)
     for i in range(6):
@@ -148,3 +156,131 @@ def test_rows_count_their_position_from_the_start_of_the_sequence() -> None:
     ]
     for found, values in wanted:
         assert found.tolist() == values
+
+
+def whole_mask(documents: list[int], drafts: Rows, rule) -> list[list[bool]]:
+    """Text rows first, then draft rows, of one sequence."""
+    text = sequence_rows(torch.tensor([documents]))
+    rows = join(text, drafts)
+    mask = build_mask(rows, rows, rule)[0].tolist()
+    return mask[len(documents) :]
+
+
+def test_p_eagle_rollouts() -> None:
+    """Rollouts from rows 1 and 2: both reach depth 1, only that from row 2 reaches depth 2."""
+    documents = torch.tensor([[0, 0, 0, 0]])
+    drafts = rollout_rows(documents, torch.tensor([[2, 1, 2]]), torch.tensor([1, 1, 2]))
+    assert drafts.position.tolist() == [[3, 2, 4]]
+    assert whole_mask([0, 0, 0, 0], drafts, parallel) == drawn(
+        """
+        1 1 1 .   1 . .
+        1 1 . .   . 1 .
+        1 1 1 .   1 . 1
+        """
+    )
+
+
+def test_p_eagle_rollouts_stay_in_their_document() -> None:
+    documents = torch.tensor([[0, 1, 1, -1]])
+    drafts = rollout_rows(documents, torch.tensor([[0, 2, -1]]), torch.tensor([1, 1, 1]))
+    assert whole_mask([0, 1, 1, -1], drafts, parallel) == drawn(
+        """
+        1 . . .   1 . .
+        . 1 1 .   . 1 .
+        . . . .   . . 1
+        """
+    )
+
+
+def test_p_eagle_s_rule_is_the_training_time_test_from_every_row() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1]])
+    parts = [sequence_rows(documents, step) for step in range(3)]
+    rows = join(*parts)
+    found = build_mask(rows, rows, parallel)
+    assert torch.equal(found, build_mask(rows, rows, training_time_test))
+
+
+def test_dflash_blocks() -> None:
+    """Blocks of three from columns 1 and 3; text strictly before the root, all of the own block."""
+    documents = torch.tensor([[0, 0, 0, 0, 0]])
+    drafts = block_rows(documents, torch.tensor([[1, 3]]), 3)
+    assert drafts.position.tolist() == [[1, 2, 3, 3, 4, 5]]
+    assert whole_mask([0, 0, 0, 0, 0], drafts, block) == drawn(
+        """
+        1 . . . .   1 1 1 . . .
+        1 . . . .   1 1 1 . . .
+        1 . . . .   1 1 1 . . .
+        1 1 1 . .   . . . 1 1 1
+        1 1 1 . .   . . . 1 1 1
+        1 1 1 . .   . . . 1 1 1
+        """
+    )
+
+
+def test_jetspec_blocks_are_causal() -> None:
+    documents = torch.tensor([[0, 0, 0, 0]])
+    drafts = block_rows(documents, torch.tensor([[1, 2]]), 2)
+    assert whole_mask([0, 0, 0, 0], drafts, causal_block) == drawn(
+        """
+        1 . . .   1 . . .
+        1 . . .   1 1 . .
+        1 1 . .   . . 1 .
+        1 1 . .   . . 1 1
+        """
+    )
+
+
+def test_sliding_blocks_lose_far_keys_row_by_row() -> None:
+    """W = 3: from position p, keys p-2 and later; those ahead in the block stay."""
+    documents = torch.tensor([[0, 0, 0, 0]])
+    drafts = block_rows(documents, torch.tensor([[3]]), 4)
+    assert whole_mask([0, 0, 0, 0], drafts, windowed(block, 3)) == drawn(
+        """
+        . 1 1 .   1 1 1 1
+        . . 1 .   1 1 1 1
+        . . . .   1 1 1 1
+        . . . .   . 1 1 1
+        """
+    )
+    assert windowed(block, None) is block
+
+
+def test_sliding_rollouts() -> None:
+    documents = torch.tensor([[0, 0, 0, 0]])
+    drafts = rollout_rows(documents, torch.tensor([[3, 3, 3]]), torch.tensor([1, 2, 3]))
+    assert whole_mask([0, 0, 0, 0], drafts, windowed(parallel, 3)) == drawn(
+        """
+        . . 1 1   1 . .
+        . . . 1   1 1 .
+        . . . .   1 1 1
+        """
+    )
+
+
+def test_blocks_stay_in_their_document_and_padding_alone() -> None:
+    """A block that reaches beyond its document still belongs to it; a padded one to none."""
+    documents = torch.tensor([[0, 0, 1, 1]])
+    drafts = block_rows(documents, torch.tensor([[1, 3, -1]]), 2)
+    assert whole_mask([0, 0, 1, 1], drafts, block) == drawn(
+        """
+        1 . . .   1 1 . . . .
+        1 . . .   1 1 . . . .
+        . . 1 .   . . 1 1 . .
+        . . 1 .   . . 1 1 . .
+        . . . .   . . . . 1 .
+        . . . .   . . . . . 1
+        """
+    )
+
+
+def test_blocks_of_packed_sequences_are_their_own() -> None:
+    documents = torch.tensor([[0, 0, 0], [0, 1, 1]])
+    text, drafts = sequence_rows(documents), block_rows(documents, torch.tensor([[1], [2]]), 1)
+    mask = build_mask(drafts, text, block)
+    assert mask.tolist() == [[[True, False, False]], [[False, True, False]]]
+
+
+def test_in_window_counts_from_where_queries_have_moved() -> None:
+    rows = sequence_rows(torch.tensor([[0, 0, 0]]))
+    assert in_window(rows, rows, 2)[0].tolist() == drawn("1 1 1\n1 1 1\n. 1 1")
+    assert in_window(rows, rows, 2, ahead=1)[0].tolist() == drawn("1 1 1\n. 1 1\n. . 1")

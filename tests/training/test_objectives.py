@@ -1,21 +1,29 @@
 """The unrolled losses against slow, independent ways to compute them, float64."""
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import Drafter, TargetModel, build_drafter
 from tests.tiny import tiny_target
-from training import objectives
 from training.chat import TokenizedRow
 from training.data import Batch, collate
 from training.features import TargetBatch, run_target
+from training.losses import TERMS
 from training.masks import unrolled_mask
-from training.objectives import Objective, ObjectiveOptions, StepAttention, build_objective
+from training.objectives import (
+    Objective,
+    ObjectiveOptions,
+    StepAttention,
+    build_objective,
+    sequential,
+)
 
 VOCAB = 96
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -87,8 +95,8 @@ def dense_attention(parts: list[list[Tensor]], mask: Tensor) -> Tensor:
 def test_step_attention_is_the_dense_mask(steps: int) -> None:
     """In value and in gradient of every query, key and value; padding only has to be finite."""
     parts = random_steps(steps, PACKED, seed=steps)
-    attend = StepAttention(PACKED)
-    fast = torch.cat([attend(*part) for part in parts], dim=2)
+    attend = StepAttention(PACKED, [None])
+    fast = torch.cat([attend(0, *part) for part in parts], dim=2)
     assert fast.isfinite().all()
     dense = dense_attention(parts, unrolled_mask(PACKED, steps))
     real = (PACKED >= 0).repeat(1, steps)[:, None, :, None]
@@ -105,8 +113,8 @@ def test_step_attention_is_the_dense_mask(steps: int) -> None:
 def test_dense_run_tells_masks_apart() -> None:
     """Negative control: later steps that also see the later-step keys of earlier rows."""
     parts = random_steps(3, PACKED, seed=3)
-    attend = StepAttention(PACKED)
-    fast = torch.cat([attend(*part) for part in parts], dim=2)
+    attend = StepAttention(PACKED, [None])
+    fast = torch.cat([attend(0, *part) for part in parts], dim=2)
     causal = unrolled_mask(PACKED, 1).repeat(1, 3, 3)
     step = torch.arange(3).repeat_interleave(PACKED.shape[1])
     wrong = causal & (step[None, :] <= step[:, None])
@@ -117,11 +125,12 @@ def test_dense_run_tells_masks_apart() -> None:
 class DenseSteps:
     """Drop-in for StepAttention that runs every step through the (T·steps)² mask."""
 
-    def __init__(self, document_ids: Tensor) -> None:
+    def __init__(self, document_ids: Tensor, windows: list[int | None]) -> None:
+        assert windows == [None]
         self.documents = document_ids
         self.parts: list[list[Tensor]] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.parts.append([q, k, v])
         steps, rows = len(self.parts), q.shape[2]
         out = dense_attention(self.parts, unrolled_mask(self.documents, steps))
@@ -138,7 +147,7 @@ def test_eagle3_loss_and_gradients_equal_the_dense_run(
     data = teach(target, objective, batch)
     loss, metrics = objective(data)
     fast = gradients(objective, loss)
-    monkeypatch.setattr(objectives, "StepAttention", DenseSteps)
+    monkeypatch.setattr(sequential, "StepAttention", DenseSteps)
     slow_loss, slow_metrics = objective(data)
     slow = gradients(objective, slow_loss)
     assert abs(loss - slow_loss) < 1e-10 * abs(loss)
@@ -161,7 +170,7 @@ def chain_logits(drafter: Drafter, data: TargetBatch, label: int, depth: int) ->
     last = label - 2 - depth  # the row that drafts the label
     memory: list[tuple[Tensor, Tensor]] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         memory.append((k, v))
         keys, values = (
             torch.cat([pair[i] for pair in memory], dim=2).repeat_interleave(2, dim=1)
@@ -369,12 +378,22 @@ def test_loss_of_a_document_sees_its_neighbour_if_they_are_not_told_apart(
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
-@pytest.mark.parametrize("loss_name", ["kl", "soft_cross_entropy", "tv", "lk_hybrid"])
-def test_chunks_do_not_matter(target: TargetModel, family: str, loss_name: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"terms": {name: 1.0}} for name in sorted(TERMS - {"smooth_l1"})),
+        {"terms": {"kl": 0.3, "ce": 0.5, "tv": 0.2}},
+        {"on_policy": 3},
+        {"weighting": "dpace"},
+        {"terms": {"expected_length": 1.0, "kl": 0.1}, "weighting": "dpace", "on_policy": 5},
+    ],
+    ids=lambda options: "+".join([*options.get("terms", {}), *map(str, options.values())][:4]),
+)
+def test_chunks_do_not_matter(target: TargetModel, family: str, options: dict) -> None:
     drafter = head(target, family, confidence_head=True, draft_vocab_size=50)
     results = []
     for chunk in (0, 1, 4, 1000):
-        objective = build_objective(drafter, ObjectiveOptions(loss=loss_name, chunk=chunk))
+        objective = build_objective(drafter, ObjectiveOptions(**options, chunk=chunk))
         batch = batch_of([row(9, 3, 13)], [row(7, 2, 14)], length=10)
         loss, metrics = objective(teach(target, objective, batch))
         results.append((loss.item(), metrics, gradients(objective, loss)))
@@ -385,6 +404,42 @@ def test_chunks_do_not_matter(target: TargetModel, family: str, loss_name: str) 
         assert grads.keys() == other_grads.keys()
         for name, gradient in grads.items():
             assert (gradient - other_grads[name]).abs().max() < 1e-10, name
+
+
+class VocabularyTensors(TorchDispatchMode):
+    """Counts the rows of vocabulary-sized storages that are alive together."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.alive, self.peak = columns, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == self.columns:
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in self.alive:
+                    self.alive[storage.data_ptr()] = len(x)
+                    weakref.finalize(storage, self.alive.pop, storage.data_ptr(), None)
+                    self.peak = max(self.peak, sum(self.alive.values()))
+        return found
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_memory_does_not_grow_with_the_number_of_drafts(target: TargetModel, family: str) -> None:
+    """At most one depth's logits are alive in a chunk; at once, all of them are."""
+    peaks = {}
+    for depths, chunk in ((1, 4), (5, 4), (1, 0), (5, 0)):
+        given = {"num_heads": depths, "shared_lm_head": True} if family == "medusa" else {}
+        drafter = head(target, family, **given)
+        steps = None if family == "medusa" else depths
+        objective = build_objective(drafter, ObjectiveOptions(chunk=chunk, steps=steps))
+        data = teach(target, objective, batch_of([row(30, 2, 6)], length=30))
+        with VocabularyTensors(VOCAB) as counted:
+            objective(data)
+        peaks[depths, chunk] = counted.peak
+    assert 0 < peaks[5, 4] <= peaks[1, 4]
+    assert peaks[5, 0] > 1.5 * peaks[1, 0], "negative control"
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
@@ -412,15 +467,92 @@ def test_the_target_gets_no_gradient(target: TargetModel) -> None:
     assert not any("embed" in name for name, _ in objective.named_parameters())
 
 
+REGRESSION = {"terms": {"smooth_l1": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "options", "named"),
+    [
+        ("eagle3", {}, {"top": 5}, r"loss\.top has no effect without a top_k term"),
+        ("eagle3", {}, {"ramp": (0.1, 0.2)}, r"loss\.ramp has no effect without loss\.final"),
+        ("eagle3", {}, {"steps": 1, "decay": 0.5}, r"loss\.decay=0.5 .* single draft"),
+        ("eagle3", {}, {"steps": 1, "on_policy": 1}, r"loss\.on_policy=1 .* single draft"),
+        ("eagle1", {}, {"weighting": "dpace"}, r"loss\.weighting=dpace .* single draft"),
+        ("medusa", {"num_heads": 1}, {"decay": 0.5}, r"loss\.decay=0.5 .* single draft"),
+        ("medusa", {"num_heads": 1}, {"on_policy": 2}, r"loss\.on_policy=2 .* single draft"),
+        ("dflash", {"block_size": 2}, {"decay": 0.5}, r"loss\.decay=0.5 .* single draft"),
+        ("eagle3", {}, {"confidence_weight": 0.5}, r"loss\.confidence_weight has no effect"),
+        ("eagle3", {}, REGRESSION, r"smooth_l1 .* eagle3 has no features"),
+        ("medusa", {}, REGRESSION, r"smooth_l1 .* medusa has no features"),
+        ("hydra", {}, REGRESSION, r"only with drafter\.shared_lm_head=true"),
+        ("mtp", {"norm_output": False}, REGRESSION, r"only with drafter\.norm_output=true"),
+    ],
+)
+def test_options_without_effect_on_a_head_are_refused(
+    target: TargetModel, family: str, given: dict, options: dict, named: str
+) -> None:
+    drafter = head(target, family, **given)
+    with pytest.raises(ValueError, match=named):
+        build_objective(drafter, ObjectiveOptions(**options))
+
+
+def test_defaults_that_depend_on_other_options() -> None:
+    plain = ObjectiveOptions().resolved("eagle3")
+    assert (plain.top, plain.ramp) == (None, None)
+    mixed = ObjectiveOptions(terms={"kl": 1.0}, final={"top_k": 1.0}).resolved("eagle3")
+    assert (mixed.top, mixed.ramp) == (10, (0.6, 0.8))
+    given = ObjectiveOptions(terms={"top_k": 1.0}, final={"kl": 1.0}, top=3, ramp=(0.1, 0.2))
+    assert (given.resolved("eagle1").top, given.resolved("eagle1").ramp) == (3, (0.1, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "options"),
+    [("mtp", {}, {"steps": 2}), ("hydra", {"num_heads": 2, "shared_lm_head": True}, {})],
+)
+def test_rows_are_regressed_on_what_the_output_matrix_reads(
+    target: TargetModel, family: str, given: dict, options: dict
+) -> None:
+    """Row t of depth i against the target's last hidden state at t+1+i, whose logits predict the
+    drafted token.
+    """
+    objective = build_objective(
+        head(target, family, **given), ObjectiveOptions(**REGRESSION, decay=1.0, **options)
+    )
+    data = teach(target, objective, batch_of([row(9, 4, 4)], length=9))
+    with torch.no_grad():
+        loss, _ = objective(data)
+        rows = objective.unroll(data)
+    wanted = 0.0
+    for depth in range(2):
+        for token in range(max(4, 2 + depth), 9):
+            read = rows[depth][0, token - 2 - depth]
+            wanted += F.smooth_l1_loss(read, data.last_hidden[0, token - 1]).item() / 2
+    assert wanted > 0.1
+    assert abs(loss.item() - wanted) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"loss": "hinge"}, "hinge"),
-        ({"steps": 0}, "steps >= 1"),
-        ({"decay": 0.0}, "decay"),
-        ({"decay": 1.5}, "decay"),
-        ({"chunk": -1}, "chunk >= 0"),
-        ({"confidence_weight": -0.1}, "confidence_weight >= 0"),
+        ({"terms": {"hinge": 1.0}}, r"loss\.terms: 'hinge'"),
+        ({"terms": {}}, r"loss\.terms needs"),
+        ({"terms": {"kl": 0.0}}, r"loss\.terms needs"),
+        ({"terms": {"kl": -1.0}}, r"loss\.terms\.kl"),
+        ({"final": {"kl": 1.0, "hinge": 1.0}}, r"loss\.final: 'hinge'"),
+        ({"ramp": (0.8, 0.6)}, r"loss\.ramp"),
+        ({"ramp": (0.5, 1.1)}, r"loss\.ramp"),
+        ({"weighting": "dice"}, r"loss\.weighting 'dice'"),
+        ({"steps": 0}, r"loss\.steps must be at least 1"),
+        ({"decay": 0.0}, r"loss\.decay"),
+        ({"decay": 1.5}, r"loss\.decay"),
+        ({"cod_rate": 0.0}, r"loss\.cod_rate"),
+        ({"cod_floor": 1.5}, r"loss\.cod_floor"),
+        ({"anchors": 0}, r"loss\.anchors"),
+        ({"noise": -0.1}, r"loss\.noise"),
+        ({"on_policy": -1}, r"loss\.on_policy"),
+        ({"top": 0}, r"loss\.top"),
+        ({"chunk": -1}, r"loss\.chunk must be at least 0"),
+        ({"confidence_weight": -0.1}, r"loss\.confidence_weight must be at least 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, named: str) -> None:
