@@ -4,9 +4,9 @@ A tensor of the new head takes the other's values where both have it: fewer laye
 leave the rest out, and a matrix of another width is left alone. What belongs to something that has
 a name goes by that name and not by its place: rows of output matrices by the token they stand for,
 columns of the fusion, what P-EAGLE's mask rows have in place of features, and norms by the captured
-layer. Tokens that the other head cannot propose
-keep their start; captured layers that it does not read start without effect. So a small head starts
-from a large one, and a head for more slots from one for few.
+layer. Tokens that the other head cannot propose keep their start; captured layers that it does not
+read start without effect. So a small head starts from a large one, and a head for more slots from
+one for few.
 """
 
 import torch

@@ -86,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
             train(recipe, target, args)
     if args.part == "train":
         return 0
-    torch.set_grad_enabled(False)
     prompts = encode_prompts(target, rows)
-    results = [evaluate(recipe, target, prompts, args) for recipe in args.recipe]
+    with torch.no_grad():
+        results = [evaluate(recipe, target, prompts, args) for recipe in args.recipe]
     print(table(results))
     print_json({"budget": budget(args), "prompts": len(prompts), "methods": results})
     return 0

@@ -63,7 +63,11 @@ FEWER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle3 layers": ("eagle3", {}, {"num_layers": 3}),
     "mtp modules": ("mtp", {"num_modules": 2}, {"num_modules": 3}),
     "peagle drafts": ("peagle", {"num_drafts": 3}, {"num_drafts": 8}),
-    "dflash block": ("dflash", {"block_size": 4}, {"block_size": 8, "num_layers": 2}),
+    "dflash block": (
+        "dflash",
+        {"block_size": 4, "num_layers": 1},
+        {"block_size": 8, "num_layers": 2},
+    ),
     "jetspec": ("dflash", {"causal": True}, {}),
     "dspark block": ("dspark", {"block_size": 3}, {"block_size": 7}),
 }
