@@ -102,12 +102,9 @@ class Objective(nn.Module, ABC):
 
     def head_parameters(self) -> list[Tensor]:
         """Trainable tensors read while the rows are turned into losses."""
-        modules = [m for m in (self.drafter.confidence, *self.output_modules()) if m is not None]
+        drafter = self.drafter
+        modules = [m for m in (drafter.confidence, *drafter.output_modules()) if m is not None]
         return [parameter for module in modules for parameter in module.parameters()]
-
-    @abstractmethod
-    def output_modules(self) -> list[nn.Module | None]:
-        """Modules that ``logits`` uses."""
 
     def forward(self, data: TargetBatch) -> tuple[Tensor, Metrics]:
         """Summed loss and metric sums of one micro-batch."""

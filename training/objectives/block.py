@@ -5,7 +5,7 @@ depths.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.block import DFlashDrafter
@@ -91,10 +91,6 @@ class BlockObjective(Objective):
         """(..., output_size) -> (..., Vd)."""
         return self.drafter.logits(hidden, depth)
 
-    def output_modules(self) -> list[nn.Module | None]:
-        """DSpark's output matrices; DFlash has none of its own."""
-        return self.drafter.output_modules()
-
 
 class ParallelObjective(Objective):
     """P-EAGLE (arXiv:2602.01469).
@@ -164,7 +160,3 @@ class ParallelObjective(Objective):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., D) -> (..., Vd)."""
         return self.drafter.logits(hidden, depth)
-
-    def output_modules(self) -> list[nn.Module | None]:
-        """The output matrix."""
-        return self.drafter.output_modules()

@@ -1,6 +1,6 @@
 """The objective of Medusa."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.medusa import MedusaDrafter
 from training.features import TargetBatch
@@ -19,7 +19,3 @@ class MedusaObjective(AlignedObjective):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., D) -> (..., Vd) through head ``depth``'s own output matrix, or the target's."""
         return self.drafter.logits(hidden, depth)
-
-    def output_modules(self) -> list[nn.Module | None]:
-        """The heads' own output matrices."""
-        return self.drafter.output_modules()

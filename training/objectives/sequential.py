@@ -6,7 +6,7 @@ Legend: B batch, T sequence, H query heads, Hkv key/value heads, d head size.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.base import SequentialDrafter
@@ -132,10 +132,6 @@ class UnrolledObjective(AlignedObjective):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., output_size) -> (..., Vd)."""
         return self.drafter.logits(hidden, depth)
-
-    def output_modules(self) -> list[nn.Module | None]:
-        """The head's own output matrices, where it has any."""
-        return self.drafter.output_modules()
 
 
 def document_lengths(batch: Batch) -> Tensor:
