@@ -277,7 +277,7 @@ class Objective(nn.Module, ABC):
         """
         index = self._draft_index()
         if drafts.teacher.ndim == 1:
-            laws = self._laws(data, drafts.teacher[columns])
+            laws = self._laws(data, drafts.teacher[columns], index)
             teacher = laws.teacher(index[drafts.tokens[columns]])
             for _ in range(self.depths):
                 yield teacher, slice(None)
@@ -287,7 +287,7 @@ class Objective(nn.Module, ABC):
             parts = list(drafts.valid[:, columns])
         places = [drafts.teacher[depth, columns][part] for depth, part in enumerate(parts)]
         unique, inverse = torch.cat(places).unique(return_inverse=True)
-        laws = self._laws(data, unique)
+        laws = self._laws(data, unique, index)
         rows = inverse.split([len(place) for place in places])
         for depth, part in enumerate(parts):
             yield laws.teacher(index[drafts.tokens[depth, columns][part]], rows[depth]), part
@@ -300,8 +300,10 @@ class Objective(nn.Module, ABC):
         return draft_index(vocab, size)
 
     @torch.no_grad()
-    def _laws(self, data: TargetBatch, rows: Tensor) -> Laws:
-        """The target's laws in some of its flat rows (u,); in its own precision."""
+    def _laws(self, data: TargetBatch, rows: Tensor, index: Tensor) -> Laws:
+        """The target's laws in some of its flat rows (u,), in its own precision; ``index`` is that
+        of :meth:`_draft_index`.
+        """
         hidden = data.last_hidden.flatten(0, 1)[rows]
         target, vocab = self.drafter.target, self.drafter.draft_vocab
         with torch.autocast(hidden.device.type, enabled=False):  # the law is the target's own
@@ -309,7 +311,7 @@ class Objective(nn.Module, ABC):
         best, p = logits.argmax(-1), losses.target_law(logits, vocab)
         at = self.drafter.config.confidence_at
         tempered = p if at == 1 else losses.target_law(logits, vocab, at)
-        return Laws(p, best, hidden, self._draft_index()[best] >= 0, tempered)
+        return Laws(p, best, hidden, index[best] >= 0, tempered)
 
     @torch.no_grad()
     def _metrics(
