@@ -196,7 +196,7 @@ def load_answers(
     path = Path(data.answers or Path(config.run.out) / "answers.jsonl")
     options = AnswerOptions(
         max_new_tokens=data.answer_tokens,
-        temperature=data.answer_temperature,
+        temperature=data.answer_temperatures[0],
         batch_size=data.answer_batch,
         max_prompt_tokens=max(1, data.max_length - 1),
         seed=config.run.seed,
@@ -302,7 +302,7 @@ def make_evaluate(
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
     """Dotted keys for trackers."""
-    sections = ("target", "drafter", "data", "loss", "optim", "evaluate", "run")
+    sections = ("target", "drafter", "data", "loss", "optim", "evaluate", "lora", "run")
     return {
         f"{name}.{key}": str(value)
         for name in sections

@@ -37,10 +37,12 @@ class TokenizedRow:
     Attributes:
         ids: token ids, length T.
         supervised: length T; true where the token was, or would have been, produced by the target.
+        number: its place among the encoded rows of the run, -1 where that does not matter.
     """
 
     ids: list[int]
     supervised: list[bool]
+    number: int = -1
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,7 +6,7 @@ Legend: B batch, T sequence length.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def _usable(rows: Iterable[TokenizedRow], length: int) -> list[TokenizedRow]:
     Raises:
         ValueError: nothing is left.
     """
-    cut = [TokenizedRow(row.ids[:length], row.supervised[:length]) for row in rows]
+    cut = [replace(row, ids=row.ids[:length], supervised=row.supervised[:length]) for row in rows]
     usable = [row for row in cut if any(row.supervised)]
     if not usable:
         raise ValueError(

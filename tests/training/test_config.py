@@ -233,7 +233,7 @@ def test_unknown_flags_are_refused(
         ({"data": {"answers": "a.jsonl"}}, r"data\.answers"),
         ({"data": {"regenerate": True, "answer_tokens": 0}}, r"answer_tokens"),
         ({"data": {"regenerate": True, "answer_batch": 0}}, r"answer_batch"),
-        ({"data": {"regenerate": True, "answer_temperature": -1.0}}, r"answer_temperature"),
+        ({"data": {"regenerate": True, "answer_temperatures": [-1.0]}}, r"answer_temperatures"),
         ({"loss": {"terms": {"hinge": 1.0}}}, r"loss\.terms"),
         ({"loss": {"terms": {"kl": -1.0}}}, r"loss\.terms\.kl"),
         ({"loss": {"terms": {}}}, r"loss\.terms"),
