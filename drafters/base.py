@@ -117,10 +117,13 @@ class Drafter(PreTrainedModel):
                 "chat template of %r differs from the one this head was trained with", target.name
             )
         elif differing and not allow_other_target:
+            wanted = "the original target"
+            if self.config.reference:
+                wanted = "the merged target that its training wrote beside it (target/)"
             raise ValueError(
                 f"wrong target: {', '.join(differing)} of {target.name!r} differ from "
-                f"{self.config.target_name!r}, which this head was trained on; pass the original "
-                "target (or allow_other_target=True to try anyway)"
+                f"{self.config.target_name!r}, which this head was trained on; pass {wanted} "
+                "(or allow_other_target=True to try anyway)"
             )
         elif differing:
             logger.warning("head trained on %r runs on %r", self.config.target_name, target.name)

@@ -24,6 +24,9 @@ class DrafterConfig(PreTrainedConfig):
         target_num_layers: decoder layers of the target.
         target_name: where the target came from (a hub id or folder name; informational).
         target_fingerprint: hashes of the target's shape, weights, tokenizer and chat template.
+        reference: None, or, of a head whose target was trained along with it, which target it is
+            lossless with respect to: {"base", "base_weights", "adapter"}, the name of the original,
+            the hash of its weights and that of the adapter merged into it.
         confidence_head: whether the head carries a confidence output c_k.
         confidence_rule: acceptance label c_k is trained on, by the rule it will be served with:
             "overlap" is 1 - ½‖p-q‖₁ (sampled drafts), "draft_mass" is p of the draft's argmax
@@ -45,6 +48,7 @@ class DrafterConfig(PreTrainedConfig):
     target_num_layers: int = 0
     target_name: str | None = None
     target_fingerprint: dict[str, str] | None = None
+    reference: dict[str, str] | None = None
     confidence_head: bool = False
     confidence_rule: str = "overlap"
     confidence_at: float = 1.0

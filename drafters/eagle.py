@@ -16,10 +16,18 @@ from torch import Tensor, nn
 
 from drafters.base import SequentialDrafter
 from drafters.families import Eagle3Config
-from drafters.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm, copy_layer
+from drafters.layers import (
+    Attend,
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    Recomputed,
+    RMSNorm,
+    copy_layer,
+)
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Recomputed):
     """The first decoder layer: input (embedding, feature), output the residual stream."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -35,10 +43,17 @@ class Eagle3Layer(nn.Module):
         self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend
     ) -> Tensor:
         """(B, T, D) embeddings and (B, T, D) features -> (B, T, D)."""
-        pair = torch.cat(
-            (self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1
-        )  # (B, T, 2D)
-        hidden = feature + self.self_attn(pair, position_ids, attend)
+        qkv = self.inside(self._project, embeds, feature, position_ids)
+        return self.inside(self._finish, feature, attend(self.self_attn.layer, *qkv))
+
+    def _project(
+        self, embeds: Tensor, feature: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pair = (self.input_layernorm(embeds), self.hidden_norm(feature))
+        return self.self_attn.project(torch.cat(pair, dim=-1), position_ids)  # of (B, T, 2D)
+
+    def _finish(self, feature: Tensor, out: Tensor) -> Tensor:
+        hidden = feature + self.self_attn.output(out)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from drafters.base import SequentialDrafter
 from drafters.families import Eagle1Config
-from drafters.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
+from drafters.layers import Attend, Attention, DecoderLayer, GatedMLP, Recomputed, RMSNorm
 
 
-class Eagle1Layer(nn.Module):
+class Eagle1Layer(Recomputed):
     """A Llama layer without the norm before its attention."""
 
     def __init__(self, config: Eagle1Config) -> None:
@@ -29,7 +29,11 @@ class Eagle1Layer(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        hidden = hidden + self.self_attn(hidden, position_ids, attend)
+        qkv = self.inside(self.self_attn.project, hidden, position_ids)
+        return self.inside(self._finish, hidden, attend(self.self_attn.layer, *qkv))
+
+    def _finish(self, hidden: Tensor, out: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn.output(out)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

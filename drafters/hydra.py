@@ -19,7 +19,7 @@ from transformers import initialization as init
 
 from drafters.base import SequentialDrafter
 from drafters.families import HydraConfig
-from drafters.layers import Attend, DecoderLayer, copy_layer
+from drafters.layers import Attend, DecoderLayer, Recomputed, copy_layer
 from drafters.medusa import ResidualBlock, ZeroLinear
 
 
@@ -27,7 +27,7 @@ class SkipLinear(nn.Linear):
     """(i+2)·D -> D; starts as the identity on the first D inputs and zero on the others."""
 
 
-class NarrowingBlock(nn.Module):
+class NarrowingBlock(Recomputed):
     """S x + SiLU(W x + b).
 
     Args:
@@ -42,6 +42,9 @@ class NarrowingBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., parts·D) -> (..., D)."""
+        return self.inside(self._narrow, x)
+
+    def _narrow(self, x: Tensor) -> Tensor:
         return self.skip(x) + nn.functional.silu(self.linear(x))
 
 

@@ -9,9 +9,11 @@ Legend: B batch, T rows, D hidden, I intermediate, H query heads, Hkv key/value 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafters.config import DecoderConfig
 
@@ -21,6 +23,22 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Scores are scaled by d^-0.5. Keys of other rows, each layer's own, are the callee's memory; so are
 masks and sliding windows.
 """
+
+
+class Recomputed(nn.Module):
+    """A module whose insides can be computed again in the backward pass instead of being kept.
+
+    Attributes:
+        recompute: do so.
+    """
+
+    recompute = False
+
+    def inside(self, part: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run a part of ``forward`` that has no side effect and draws no random numbers."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return part(*inputs)
 
 
 class RMSNorm(nn.Module):
@@ -92,9 +110,15 @@ class Attention(nn.Module):
             position_ids: (B, T).
             attend: see :data:`Attend`.
         """
+        return self.output(attend(self.layer, *self.project(x, position_ids)))
+
+    def project(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, input_size) -> rotated queries (B, H, T, d), keys and values (B, Hkv, T, d)."""
         q = self._heads(self.q_proj(x), self.q_norm)
-        k, v = self.keys_values(x, position_ids)
-        out = attend(self.layer, rotate(q, position_ids, self.theta), k, v)
+        return rotate(q, position_ids, self.theta), *self.keys_values(x, position_ids)
+
+    def output(self, out: Tensor) -> Tensor:
+        """What ``attend`` gave, (B, H, T, d) -> (B, T, D)."""
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def keys_values(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +146,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Recomputed):
     """A pre-norm Llama layer (arXiv:2302.13971), with Qwen3's query and key norms if asked for.
 
     Args:
@@ -140,7 +164,14 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """(B, T, D) residual stream -> (B, T, D)."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), position_ids, attend)
+        out = attend(self.self_attn.layer, *self.inside(self._project, hidden, position_ids))
+        return self.inside(self._finish, hidden, out)
+
+    def _project(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden), position_ids)
+
+    def _finish(self, hidden: Tensor, out: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn.output(out)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -14,6 +14,7 @@ from transformers import initialization as init
 
 from drafters.base import Drafter
 from drafters.families import MedusaConfig
+from drafters.layers import Recomputed
 
 
 class ZeroLinear(nn.Linear):
@@ -22,7 +23,7 @@ class ZeroLinear(nn.Linear):
     """
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Recomputed):
     """x + SiLU(W x + b)."""
 
     def __init__(self, size: int) -> None:
@@ -31,6 +32,9 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
+        return self.inside(self._change, x)
+
+    def _change(self, x: Tensor) -> Tensor:
         return x + nn.functional.silu(self.linear(x))
 
 

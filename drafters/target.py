@@ -17,18 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from drafters.fingerprint import fingerprint
 from drafters.layers import rms_scale
 from drafters.partial import only_layers
+from drafters.placement import DeviceMap, gathered, layer_list, load_pretrained, whole
 
 
 @dataclass
@@ -77,6 +72,7 @@ class TargetModel:
         if not isinstance(head, nn.Linear):
             raise ValueError(f"target {self._label} has no linear output matrix to borrow")
         self.lm_head: nn.Linear = head
+        self._remembered: str | None = None
         self._check_projection()
 
     @classmethod
@@ -86,47 +82,33 @@ class TargetModel:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         attn_implementation: str | None = None,
+        device_map: DeviceMap | None = None,
+        parallel: str = "none",
     ) -> "TargetModel":
         """Load a target and its tokenizer from a hub id or a local folder.
 
         Args:
             name: hub id or folder.
             dtype: dtype of the weights.
-            device: where to put them.
+            device: where to put them, if nothing else says so.
             attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify
                 trees. None: "sdpa" where the model has it (Gemma 2 and gpt-oss do not).
+            device_map: spread it over the devices of this machine ("auto", "balanced",
+                "balanced_low_0", "sequential", or a device for each module); one process.
+            parallel: "tensor": all processes hold one copy together and run every forward together.
+                "shard": it stays on the CPU until :func:`~drafters.placement.shard_target`.
 
         Raises:
-            ValueError: the target cannot be found or loaded; the message says what to check.
+            ValueError: the target cannot be found, loaded or placed so; the message says what to
+                check.
         """
-        if attn_implementation not in ("sdpa", "eager", None):
-            raise ValueError(
-                "attn_implementation must be 'sdpa' or 'eager' (or None: transformers chooses), "
-                f"got {attn_implementation!r}"
-            )
-        loaded: Any
-        try:
-            AutoConfig.from_pretrained(name)
-            loaded = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # OSError, ValueError, SafetensorError, KeyError, ...
-            kind = (
-                "folder" if Path(name).exists() else "name (not a folder here; the hub was asked)"
-            )
-            raise ValueError(f"target {name!r}: cannot load this {kind}: {error}") from error
-        model, info = loaded
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"target {name!r}: its files lack {missing[0]} and {len(missing) - 1} more "
-                "weights, which would be random: the download is incomplete"
-            )
-        nn.Module.to(model, torch.device(device))
-        return cls(model, tokenizer, name)
+        model, tokenizer = load_pretrained(
+            name, dtype, torch.device(device), attn_implementation, device_map, parallel
+        )
+        target = cls(model, tokenizer, name)
+        if parallel == "tensor":
+            target.remember_fingerprint()
+        return target
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -256,7 +238,6 @@ class TargetModel:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor,
@@ -268,6 +249,7 @@ class TargetModel:
         logits_to_keep: int | Tensor = 0,
         run_layers: Collection[int] | None = None,
         entering: Tensor | None = None,
+        gradients: bool = False,
     ) -> TargetOutput:
         """Run the target, or some of its layers.
 
@@ -287,6 +269,7 @@ class TargetModel:
             run_layers: decoder layers to run, None for all. The others hand their input on and
                 append nothing to the cache.
             entering: (B, T, D) residual stream to put in place of what enters the first of them.
+            gradients: keep the graph, for a target that is trained too.
 
         Raises:
             ValueError: ``run_layers`` names no layer or one that is not there, or the target's
@@ -294,7 +277,8 @@ class TargetModel:
         """
         layers = [*feature_layers, self.num_layers]
         run = range(self.num_layers) if run_layers is None else run_layers
-        with self._only(run, entering):
+        keep_graph = gradients and torch.is_grad_enabled()
+        with self._only(run, entering), torch.set_grad_enabled(keep_graph):
             out = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -323,13 +307,7 @@ class TargetModel:
         Raises:
             ValueError: they are not in one list.
         """
-        for module in self.model.get_decoder().children():
-            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
-                return module
-        raise ValueError(
-            f"target {self._label}: no list of its {self.num_layers} decoder layers, so some of "
-            "them cannot be skipped"
-        )
+        return layer_list(self.model)
 
     @cached_property
     def _layer_outputs(self) -> int:
@@ -350,7 +328,13 @@ class TargetModel:
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes that identify this target whatever dtype it was loaded in."""
-        return fingerprint(self.model, self._tokenizer)
+        return fingerprint(self.model, self._tokenizer, self._remembered)
+
+    def remember_fingerprint(self) -> None:
+        """Hash the weights now, for good: later they are in slices, which no process can hash
+        alone.
+        """
+        self._remembered = self.fingerprint().get("weights")
 
     def shape_fields(self) -> dict[str, Any]:
         """The fields of a :class:`~drafters.config.DrafterConfig` that describe this target."""
@@ -386,16 +370,14 @@ class TargetModel:
         children = {name for name, _ in modules[layer].named_children()}
         if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
             return {}  # further norms, as in Gemma 2, put the same names in other places
-        found = {f"{name}.weight": modules[prefix + name].weight.detach() for name in linear}
         for name in ("q_norm", "k_norm"):
             if prefix + "self_attn." + name in modules:
                 norms["self_attn." + name] = prefix + "self_attn." + name
-        for name, place in norms.items():
-            scale = rms_scale(modules[place])
-            if scale is None:
-                return {}
-            found[f"{name}.weight"] = scale
-        return found
+        with gathered(modules[layer]):
+            found = {f"{name}.weight": whole(modules[prefix + name].weight) for name in linear}
+            scales = {f"{name}.weight": rms_scale(modules[place]) for name, place in norms.items()}
+        known = {name: scale for name, scale in scales.items() if scale is not None}
+        return {**found, **known} if len(known) == len(scales) else {}
 
     def _check_projection(self) -> None:
         """Captured hidden state through :meth:`project` must give the model's own logits."""

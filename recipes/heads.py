@@ -12,7 +12,7 @@ from drafters.mtp_native import load_native_mtp
 from drafters.vocab import size_for_coverage
 from drafters.warm import warm_start
 from training.config import TrainConfig
-from training.data import PackedDataset
+from training.data import Dataset
 from training.drafter_options import NOT_IN_CONFIG, DrafterOptions
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ FITTED = ("confidence_temperatures", "confidence_biases", "draft_temperature", "
 """Fields of a head's config that are fitted to its trained weights."""
 
 
-def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDataset) -> Drafter:
+def make_drafter(config: TrainConfig, target: TargetModel, dataset: Dataset) -> Drafter:
     """A new head with its draft vocabulary, or the one named by ``drafter.init_from``.
 
     Raises:
@@ -30,9 +30,10 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
     options = config.drafter
     if options.init_from is not None and options.init_from != NATIVE:
         return _continued(options, target).train()
-    counts = dataset.token_counts(target.vocab_size)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     fields = options.head_fields()
     if options.draft_vocab_coverage is not None:
+        counts = dataset.token_counts(target.vocab_size)
         always = target.eos_token_ids
         fields["draft_vocab_size"] = size_for_coverage(counts, options.draft_vocab_coverage, always)
         logger.info(
@@ -45,6 +46,8 @@ def make_drafter(config: TrainConfig, target: TargetModel, dataset: PackedDatase
     else:
         drafter = build_drafter(options.family, target, config.run.seed, **fields)
     _check_start(options, drafter)
+    if drafter.draft_vocab is not None and options.draft_vocab_coverage is None:
+        counts = dataset.token_counts(target.vocab_size)
     drafter.set_draft_vocab(counts, start=options.start)
     if options.warm_from is not None:
         copied = warm_start(drafter, read_head(options.warm_from, target, torch.float32))

@@ -30,11 +30,12 @@ from inference.confidence import (
 from inference.proposers.laws import draft_law
 from inference.sampling import SamplingParams, probabilities
 from training.chat import MaskError, TokenizedRow, encode_row
-from training.data import collate, load_rows
+from training.data import collate
 from training.features import TargetBatch, run_target
 from training.losses import overlap
 from training.objectives import Objective, ObjectiveOptions, build_objective
 from training.objectives.rounds import possible_roots
+from training.sources import load_rows
 
 AT_ONCE = 128
 """Rounds whose vocabulary-sized tensors are alive at once, and blocks drafted at once."""

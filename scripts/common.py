@@ -23,9 +23,9 @@ from drafters import TargetModel
 from inference.evaluation import Prompt
 from inference.sampling import SamplingParams
 from inference.verify import ALL_RULES
-from training.answers import prompt_messages
 from training.chat import encode_prompt
-from training.data import load_rows
+from training.conversations import prompt_messages
+from training.sources import load_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--target": {"required": True, "metavar": "NAME", "help": "target model: folder or hub id"},

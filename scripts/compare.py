@@ -38,7 +38,7 @@ from inference.proposers import TreeOptions, build_proposer
 from inference.proposers.heads import own_options
 from inference.sampling import SamplingParams
 from recipes.heads import make_drafter
-from recipes.train import encode_rows
+from recipes.rows import encode_for
 from scripts.common import (
     MODEL_OPTIONS,
     add_options,
@@ -51,10 +51,13 @@ from scripts.common import (
     write_json_atomic,
 )
 from training.config import TrainConfig, parse_config
-from training.data import PackedDataset, load_rows
+from training.data import PackedDataset
+from training.encoding import encode_all
 from training.features import run_target
-from training.loop import make_optimizer
+from training.loop import DTYPES
 from training.objectives import build_objective
+from training.optim import make_optimizers
+from training.sources import load_rows
 
 COUNTED_STEPS = 2
 TIMED_STEPS, WARM_STEPS = 4, 2
@@ -200,7 +203,7 @@ def first_rows(config: TrainConfig, target: TargetModel, steps: int) -> PackedDa
     """Enough of the answers for some steps."""
     limit = 16 * steps * config.run.batch_size
     rows = [row for source in config.data.train for row in load_rows(source, limit=limit)]
-    encoded = encode_rows(config, target, rows)
+    encoded = encode_all(rows, encode_for(target), config.data.skip_bad_rows)
     data, run = config.data, config.run
     return PackedDataset(encoded, data.max_length, run.batch_size, run.seed, data.pack)
 
@@ -241,18 +244,18 @@ def step_seconds(config: TrainConfig, target: TargetModel) -> float:
     run = config.run
     dataset = first_rows(config, target, WARM_STEPS + TIMED_STEPS)
     objective = build_objective(make_drafter(config, target, dataset), config.loss)
-    optimizer = make_optimizer(objective, config.optim)
-    kind = torch.float16 if run.mixed_precision == "fp16" else torch.bfloat16
-    autocast = torch.autocast(target.device.type, kind, enabled=run.mixed_precision != "no")
+    objective.arithmetic = DTYPES[run.mixed_precision]
+    optimizers = make_optimizers(objective, config.optim)
     seconds = []
     for step in range(WARM_STEPS + TIMED_STEPS):
         start = time.perf_counter()
         for batch in dataset.micro_batches(step, 0, 1, run.micro_batch_size):
             data = run_target(target, batch.to(target.device), objective.drafter.feature_layers)
-            with torch.enable_grad(), autocast:
+            with torch.enable_grad():
                 objective(data)[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         seconds.append(time.perf_counter() - start)

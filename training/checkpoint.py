@@ -1,18 +1,26 @@
 """Checkpoints: save, rotate, resume. safetensors and JSON only, no pickled code; nothing
 half-written is ever seen.
 
-A checkpoint is the folder ``<out>/checkpoints/step-000200`` with ``head/`` (a native head, loadable
-by itself), ``optimizer.safetensors`` and ``trainer_state.json``. It is written beside its place and
-renamed, so a kill or a full disk leaves the earlier ones as they were.
+A checkpoint is the folder ``<out>/checkpoints/step-000200``:
+
+    head/                  a native head, loadable by itself (the moving average, if one is kept)
+    optimizer.safetensors  "<parameter name>.<what>", whole, whatever engine wrote it
+    weights.safetensors    trained parameters by name, only where ``head/`` does not say them all
+    trainer_state.json     everything else, and the SHA-256 of the files above
+
+It is written beside its place, flushed and renamed, so a kill or a full disk leaves the earlier
+ones as they were.
 """
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,29 +28,53 @@ from torch import Tensor
 from drafters import Drafter
 
 _PREFIX = "step-"
+_STATE = "trainer_state.json"
+HEAD = "drafter."
+"""Prefix of a head's parameters among those of its objective."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read."""
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        weights: tensors of the head in ``head/`` by name in the objective, whole.
+        raw: trained parameters by name, which differ where ``head/`` is an average.
+        optimizer: by parameter name, what the optimizer keeps of it.
+        state: the JSON part.
+    """
+
+    weights: dict[str, Tensor]
+    raw: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
 def save_checkpoint(
     out: Path,
     step: int,
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    head: Drafter,
+    optimizer: dict[str, dict[str, Tensor]],
     state: dict[str, Any],
     keep: int,
+    weights: dict[str, Tensor] | None = None,
+    protected: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of ``step`` and drop the oldest beyond ``keep``.
 
     Args:
         out: run folder.
         step: finished optimizer steps.
-        drafter: the head, unwrapped.
-        optimizer: its optimizer.
+        head: as it would be exported now, whole.
+        optimizer: by parameter name, whole.
         state: JSON-able trainer state.
-        keep: checkpoints to keep.
+        keep: newest checkpoints to keep.
+        weights: trained parameters by name, where they are not those of ``head``.
+        protected: steps whose checkpoints are kept besides.
 
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -50,20 +82,27 @@ def save_checkpoint(
     root = out / "checkpoints"
     final = root / f"{_PREFIX}{step:06d}"
     temporary = root / f".writing-{final.name}"
+    tensors = {f"{name}.{key}": v for name, kept in optimizer.items() for key, v in kept.items()}
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        drafter.save_pretrained(temporary / "head")
-        tensors, scalars = _flatten(optimizer.state_dict())
-        save_file(tensors, temporary / "optimizer.safetensors")
-        text = json.dumps({"step": step, "optimizer": scalars, **state}, indent=1)
-        (temporary / "trainer_state.json").write_text(text)
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _sync(path)
-        if final.exists():
+        head.save_pretrained(temporary / "head")
+        save_file(_contiguous(tensors), temporary / "optimizer.safetensors")
+        if weights is not None:
+            save_file(_contiguous(weights), temporary / "weights.safetensors")
+        files = {
+            str(path.relative_to(temporary)): _digest(path)
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
+        text = json.dumps({"step": step, "files": files, **state}, indent=1)
+        (temporary / _STATE).write_text(text)
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        if final.exists():  # of a run that went on from an earlier one
             shutil.rmtree(final)
         os.replace(temporary, final)
+        _sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -71,15 +110,20 @@ def save_checkpoint(
             "disk space or change run.out, then start the same command again to resume"
         ) from error
     for old in list_checkpoints(out)[:-keep]:
-        shutil.rmtree(old)
+        if step_of(old) not in protected:
+            shutil.rmtree(old)
     return final
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step a checkpoint folder is named after."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def list_checkpoints(out: Path) -> list[Path]:
     """Finished checkpoints in ``out``, oldest first by step."""
     found = (out / "checkpoints").glob(f"{_PREFIX}*")
-    finished = [path for path in found if (path / "trainer_state.json").exists()]
-    return sorted(finished, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return sorted((path for path in found if (path / _STATE).exists()), key=step_of)
 
 
 def find_checkpoint(out: Path, resume: str) -> Path | None:
@@ -101,10 +145,8 @@ def find_checkpoint(out: Path, resume: str) -> Path | None:
                 f"run.resume=none but {out} holds {found[-1].name}: choose another run.out"
             )
         return None
-    if not (Path(resume) / "trainer_state.json").exists():
-        raise CheckpointError(
-            f"run.resume: {resume} is not a checkpoint folder (no trainer_state.json)"
-        )
+    if not (Path(resume) / _STATE).exists():
+        raise CheckpointError(f"run.resume: {resume} is not a checkpoint folder (no {_STATE})")
     return Path(resume)
 
 
@@ -115,61 +157,62 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: damaged.
     """
     try:
-        return json.loads((checkpoint / "trainer_state.json").read_text())
+        return json.loads((checkpoint / _STATE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one"
-        ) from error
+        raise _damaged(checkpoint, str(error)) from error
 
 
-def load_checkpoint(
-    checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Restore head and optimizer in place.
-
-    Returns:
-        The trainer state given to :func:`save_checkpoint`, with ``step``.
+def load_checkpoint(checkpoint: Path) -> Checkpoint:
+    """Read and check a checkpoint.
 
     Raises:
-        CheckpointError: damaged, or of another head.
+        CheckpointError: damaged, or written by a version that kept no digests.
     """
     state = read_state(checkpoint)
+    if "files" not in state:
+        raise CheckpointError(
+            f"{checkpoint} was written by an earlier version of Headway and cannot be resumed: "
+            "start a new run.out with drafter.init_from naming its head/"
+        )
+    for name, digest in state["files"].items():
+        if not (checkpoint / name).is_file():
+            raise _damaged(checkpoint, f"{name} is missing")
+        if _digest(checkpoint / name) != digest:
+            raise _damaged(checkpoint, f"{name} is not what was written")
     try:
-        weights = load_file(checkpoint / "head" / "model.safetensors")
-        drafter.load_state_dict(weights)
-        tensors = load_file(checkpoint / "optimizer.safetensors")
+        head = load_file(checkpoint / "head" / "model.safetensors")
+        weights = {HEAD + name: value for name, value in head.items()}
+        raw = dict(weights)
+        if "weights.safetensors" in state["files"]:
+            raw |= load_file(checkpoint / "weights.safetensors")
+        optimizer: dict[str, dict[str, Tensor]] = {}
+        for key, value in load_file(checkpoint / "optimizer.safetensors").items():
+            name, what = key.rsplit(".", 1)
+            optimizer.setdefault(name, {})[what] = value
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is damaged ({error}): delete it to resume from an earlier one"
-        ) from error
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{checkpoint} holds a different head than drafter.* describes: {error}"
-        ) from error
-    optimizer.load_state_dict(_unflatten(tensors, state["optimizer"]))
-    return state
+        raise _damaged(checkpoint, str(error)) from error
+    return Checkpoint(weights, raw, optimizer, state)
 
 
-def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimizer state to tensors by "<parameter>.<name>" and JSON-able scalars."""
-    tensors, scalars = {}, {}
-    for index, values in state["state"].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{name}"] = value.contiguous()
-            else:
-                scalars[f"{index}.{name}"] = value
-    return tensors, {"param_groups": state["param_groups"], "scalars": scalars}
+def _damaged(checkpoint: Path, cause: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} is damaged ({cause}): delete it to resume from an earlier one"
+    )
 
 
-def _unflatten(tensors: dict[str, Tensor], scalars: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **scalars["scalars"]}.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": scalars["param_groups"]}
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in tensors.items()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

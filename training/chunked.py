@@ -7,7 +7,9 @@ twice (the idea of fused linear losses, arXiv:2410.10989, in plain torch). ``pla
 twin: one chunk, ordinary autograd.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +20,40 @@ ChunkLoss = Callable[[slice, list[Tensor]], Iterable[tuple[Tensor, Metrics]]]
 """(label rows of the chunk, row inputs sliced to it) -> pieces (loss summed over the chunk, sums by
 metric name), each computed when it is asked for and with nothing of the graph of another.
 """
+
+
+class Sample:
+    """A dry run of the first chunks of a loss only: all take the same memory and operations.
+
+    Attributes:
+        skipped: operations that the chunks left out would have taken.
+
+    Args:
+        most: chunks to run.
+        meter: operations so far.
+    """
+
+    def __init__(self, most: int, meter: Callable[[], int]) -> None:
+        self.most, self.skipped, self._meter = most, 0, meter
+
+    def choose(self, starts: Sequence[int]) -> Iterator[int]:
+        """The first few, and a note of the others."""
+        before, few = self._meter(), starts[: self.most]
+        yield from few
+        self.skipped += (self._meter() - before) * (len(starts) - len(few)) // len(few)
+
+
+_SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
+
+
+@contextmanager
+def sampled(sample: Sample) -> Iterator[None]:
+    """Inside, losses are evaluated on some chunks only. Their values mean nothing."""
+    token = _SAMPLE.set(sample)
+    try:
+        yield
+    finally:
+        _SAMPLE.reset(token)
 
 
 def plain_sum(loss: ChunkLoss, inputs: Sequence[Tensor]) -> tuple[Tensor, Metrics]:
@@ -68,6 +104,13 @@ def _gradients(value: Tensor, sources: Sequence[Tensor]) -> Sequence[Tensor | No
     return torch.autograd.grad(value, sources, allow_unused=True)
 
 
+def _own(grad: Tensor, others: Sequence[Tensor | None]) -> Tensor:
+    """The gradient as a tensor that can be added to: autograd may hand out one for two sources."""
+    memory = grad.untyped_storage()._cdata
+    shared = any(x is not None and x.untyped_storage()._cdata == memory for x in others)
+    return grad.clone() if shared or not grad.is_contiguous() else grad
+
+
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,12 +118,14 @@ class _ChunkedSum(torch.autograd.Function):
     ) -> Tensor:
         inputs, parameters = tensors[:count], tensors[count:]
         wanted = ctx.needs_input_grad[4:]
-        grads = [
-            torch.zeros_like(t) if need else None for t, need in zip(tensors, wanted, strict=True)
+        grads: list[Tensor | None] = [  # those of parameters begin as the first that is found
+            torch.zeros_like(t) if need and index < count else None
+            for index, (t, need) in enumerate(zip(tensors, wanted, strict=True))
         ]
         asked = [index for index, need in enumerate(wanted) if need]
         total = None
-        for start in range(0, inputs[0].shape[0], chunk):
+        starts, sample = range(0, inputs[0].shape[0], chunk), _SAMPLE.get()
+        for start in starts if sample is None else sample.choose(starts):
             rows = slice(start, min(start + chunk, inputs[0].shape[0]))
             with torch.enable_grad():
                 pieces = [
@@ -93,15 +138,19 @@ class _ChunkedSum(torch.autograd.Function):
                 for value, sums in loss(rows, pieces):
                     found = _gradients(value, [sources[index] for index in asked])
                     for index, grad in zip(asked, found, strict=True):
-                        if grad is not None:
-                            place = grads[index]
-                            assert place is not None
+                        place = grads[index]
+                        if grad is None:
+                            continue
+                        if place is None:
+                            grads[index] = _own(grad, grads)
+                        else:
                             (place[rows] if index < count else place).add_(grad)
                     total = value.detach() if total is None else total + value.detach()
                     _add(metrics, sums)
                     del value, found, sums
                     torch.clear_autocast_cache()
-        ctx.save_for_backward(*[g for g in grads if g is not None])
+        found = [torch.zeros_like(tensors[i]) if grads[i] is None else grads[i] for i in asked]
+        ctx.save_for_backward(*found)
         ctx.wanted = wanted
         assert total is not None, "chunked_sum needs at least one row"
         return total
@@ -114,5 +163,5 @@ class _ChunkedSum(torch.autograd.Function):
             None,
             None,
             None,
-            *(next(saved) * grad_outputs[0] if need else None for need in ctx.wanted),
+            *(next(saved).mul_(grad_outputs[0]) if need else None for need in ctx.wanted),
         )

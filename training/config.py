@@ -41,12 +41,19 @@ class TrainConfig:
             )
         if self.data.streaming and self.run.steps is None:
             raise ValueError("data.streaming needs run.steps: nobody has counted the rows")
+        if self.target.parallel != "none" and self.data.regenerate and not self.data.answer_server:
+            raise ValueError(
+                f"target.parallel={self.target.parallel} does not go with data.regenerate in "
+                "process, where the main process answers alone: give data.answer_server, or answer "
+                "first with scripts.generate_answers"
+            )
         if self.lora.rank:
             clashing = {
                 "data.features": self.data.features is not None,
                 "data.feature_memory_gb": self.data.feature_memory_gb > 0,
                 "target.device_map": self.target.device_map is not None,
                 "target.parallel": self.target.parallel != "none",
+                "optim.ema": self.optim.ema > 0,
             }
             if taken := [name for name, given in clashing.items() if given]:
                 raise ValueError(f"{taken[0]} does not go with lora.rank: the target changes")

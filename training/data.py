@@ -1,5 +1,4 @@
-"""Rows to packed batches: loading, packing, collation, and an order that a resumed run repeats
-exactly.
+"""Rows to packed batches: collation, and an order that a resumed run repeats exactly.
 
 Legend: B batch, T sequence length.
 """
@@ -8,15 +7,17 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from itertools import compress
+from typing import Any, Protocol
 
-import datasets
 import torch
 from torch import Tensor
 
 from drafters.vocab import count_tokens
 from training.chat import TokenizedRow
+from training.packing import pack, size_of
+
+_SEED_STRIDE = 1_000_000_007
 
 
 @dataclass(frozen=True)
@@ -45,83 +46,48 @@ class Batch:
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def load_rows(source: str, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows of a hub dataset, a JSONL/JSON/parquet file, or a ``save_to_disk`` folder.
+class Dataset(Protocol):
+    """Sequences in an order that depends on nothing but seed and step.
 
-    Args:
-        source: hub id, file or folder.
-        split: split of a hub dataset.
-        limit: keep the first ``limit`` rows.
-
-    Raises:
-        ValueError: the source cannot be read or is empty.
+    Attributes:
+        length: T, the longest sequence.
     """
-    path = Path(source)
-    if path.is_file() and path.stat().st_size < 8 and path.read_bytes().strip() in (b"", b"[]"):
-        raise ValueError(f"data: {source!r} is empty")
-    try:
-        if path.suffix in (".jsonl", ".json"):
-            loaded = datasets.load_dataset("json", data_files=str(path), split="train")
-        elif path.suffix == ".parquet":
-            loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        elif path.is_dir():
-            loaded = datasets.load_from_disk(str(path))
-            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            loaded = datasets.load_dataset(source, split=split)
-    except IndexError as error:  # what datasets raises on a saved dataset without shards
-        raise ValueError(f"data: {source!r} is empty") from error
-    except Exception as error:  # datasets raises its own, pyarrow's and fsspec's errors
-        if "corresponds to no data" in str(error):
-            raise ValueError(f"data: {source!r} is empty") from error
-        raise ValueError(f"data: cannot read {source!r}: {error}") from error
-    if limit is not None:
-        loaded = loaded.select(range(min(limit, len(loaded))))
-    if not len(loaded):
-        raise ValueError(f"data: {source!r} is empty")
-    return [{key: value for key, value in row.items() if value is not None} for row in loaded]
 
+    length: int
 
-def pack(rows: Iterable[TokenizedRow], length: int) -> list[list[TokenizedRow]]:
-    """First-fit packing in the given order.
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch.
 
-    Args:
-        rows: longer ones are cut at ``length``; those left with nothing supervised are dropped.
-        length: T.
+        Raises:
+            ValueError: nobody has counted the rows.
+        """
 
-    Returns:
-        Groups of rows, each at most ``length`` tokens together.
+    def micro_batches(self, step: int, rank: int, world: int, micro_size: int) -> Iterator[Batch]:
+        """The share of process ``rank`` of step ``step`` (from 0), ``micro_size`` sequences at a
+        time. All sequences of a step have one length, over all processes.
+        """
 
-    Raises:
-        ValueError: nothing is left.
-    """
-    groups: list[list[TokenizedRow]] = []
-    room: list[int] = []
-    for cut in _usable(rows, length):
-        size = len(cut.ids)
-        slot = next((i for i in range(max(0, len(room) - 64), len(room)) if room[i] >= size), None)
-        if slot is None:
-            groups.append([])
-            room.append(length)
-            slot = len(groups) - 1
-        groups[slot].append(cut)
-        room[slot] -= size
-    return groups
+    def step_indices(self, step: int) -> list[int]:
+        """Which sequences make up a step, over all processes."""
 
+    def rows_of(self, index: int) -> list[int]:
+        """``TokenizedRow.number`` of the documents in a sequence, to name them in errors."""
 
-def _usable(rows: Iterable[TokenizedRow], length: int) -> list[TokenizedRow]:
-    """Rows cut at ``length``, without those that have nothing supervised left.
+    def head(self, count: int) -> list[list[TokenizedRow]]:
+        """Up to ``count`` sequences, for checks before training."""
 
-    Raises:
-        ValueError: nothing is left.
-    """
-    cut = [replace(row, ids=row.ids[:length], supervised=row.supervised[:length]) for row in rows]
-    usable = [row for row in cut if any(row.supervised)]
-    if not usable:
-        raise ValueError(
-            "data: no row has a supervised token within data.max_length: nothing to train on"
-        )
-    return usable
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """(V,) occurrences of each token among the supervised ones."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find again, as JSON."""
+
+    def state(self) -> dict[str, Any]:
+        """The position behind the last step that was read, as JSON; {} where the step says it."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` returned."""
 
 
 def collate(
@@ -155,18 +121,59 @@ def collate(
     return Batch(ids, positions, documents, supervised, indices, draws)
 
 
+def draw_numbers(seed: int, step: int, batch_size: int) -> list[int]:
+    """``Batch.draw`` of the sequences of one step: no two uses of a run, or of runs with other
+    seeds, share one.
+    """
+    first = seed * _SEED_STRIDE + step * batch_size
+    return list(range(first, first + batch_size))
+
+
+def share_of(
+    groups: Sequence[Sequence[TokenizedRow]],
+    length: int,
+    index: Sequence[int],
+    draw: Sequence[int],
+    micro_size: int,
+) -> Iterator[Batch]:
+    """One process's sequences of a step, ``micro_size`` at a time."""
+    for start in range(0, len(groups), micro_size):
+        part = slice(start, start + micro_size)
+        yield collate(groups[part], length, index[part], draw[part])
+
+
+def count_supervised(rows: Iterable[TokenizedRow], vocab_size: int) -> Tensor:
+    """(V,) occurrences of each token among the supervised ones."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    ids: list[int] = []
+    for row in rows:
+        ids += compress(row.ids, row.supervised)
+        if len(ids) > 1 << 20:
+            counts += count_tokens(torch.tensor(ids), vocab_size)
+            ids = []
+    return counts + count_tokens(torch.tensor(ids, dtype=torch.int64), vocab_size)
+
+
 class PackedDataset:
-    """Packed sequences in a deterministic order.
+    """Packed sequences in a deterministic order, all in memory.
 
     The order depends on (seed, epoch) alone, and a global batch on its step alone, so a run resumed
-    at any step, on any number of processes, sees what it would have seen.
+    at any step, on any number of processes, sees what it would have seen. An epoch leaves out the
+    few sequences that do not fill a step; they are drawn anew each time.
 
     Args:
-        rows: tokenised conversations.
+        rows: tokenised conversations; those without a number are numbered by their place.
         length: T.
         batch_size: sequences per optimizer step over all processes.
         seed: order seed.
         packed: False puts each row in a sequence of its own.
+        buckets: lengths that sequences are padded to, ascending and ending with ``length``; those
+            of a step share one. Empty pads all to ``length``.
+
+    Attributes:
+        groups: the documents of each sequence.
+        padded: the bucket of each sequence.
+        num_unusable: rows with nothing supervised within ``length``.
     """
 
     def __init__(
@@ -176,15 +183,23 @@ class PackedDataset:
         batch_size: int,
         seed: int = 0,
         packed: bool = True,
+        buckets: Sequence[int] = (),
     ) -> None:
-        self.groups = pack(rows, length) if packed else [[row] for row in _usable(rows, length)]
+        assert not buckets or buckets[-1] == length, "the longest bucket holds every sequence"
+        numbered = [
+            row if row.number >= 0 else replace(row, number=place) for place, row in enumerate(rows)
+        ]
+        self.groups = pack(numbered, length, packed)
         self.num_unusable = len(rows) - sum(len(group) for group in self.groups)
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        self._epoch: tuple[int, Tensor] | None = None
+        self.buckets = list(buckets) or [length]
+        sizes = map(size_of, self.groups)
+        self.padded = [next(b for b in self.buckets if b >= size) for size in sizes]
+        self._epoch: tuple[int, list[list[int]]] | None = None
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all token ids and masks: what a resumed run must find again."""
+        """Hash of all token ids and masks."""
         digest = hashlib.sha256()
         for group in self.groups:
             for row in group:
@@ -201,35 +216,73 @@ class PackedDataset:
         """Optimizer steps in one epoch (at least one: a small set wraps around)."""
         return max(1, len(self.groups) // self.batch_size)
 
+    @property
+    def padding(self) -> float:
+        """Part of the first epoch's tokens that is padding."""
+        used = whole = 0
+        for step in range(self.steps_per_epoch):
+            indices = self.step_indices(step)
+            used += sum(size_of(self.groups[i]) for i in indices)
+            whole += self.step_length(step) * len(indices)
+        return 1 - used / whole
+
     def token_counts(self, vocab_size: int) -> Tensor:
         """(V,) occurrences of each token among the supervised ones."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for group in self.groups:
-            for row in group:
-                ids = torch.tensor(row.ids)[torch.tensor(row.supervised)]
-                counts += count_tokens(ids, vocab_size)
-        return counts
+        return count_supervised((row for group in self.groups for row in group), vocab_size)
+
+    def head(self, count: int) -> list[list[TokenizedRow]]:
+        """The first ``count`` sequences as they were packed."""
+        return self.groups[:count]
+
+    def rows_of(self, index: int) -> list[int]:
+        """Numbers of the documents in a sequence."""
+        return [row.number for row in self.groups[index]]
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find again."""
+        return {
+            "data.max_length": self.length,
+            "data.buckets": self.buckets,
+            "sequences": len(self.groups),
+            "supervised tokens": self.supervised_tokens,
+            "token ids": self.digest,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the step says the position."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing: the step says the position."""
 
     def step_indices(self, step: int) -> list[int]:
         """Which sequences make up optimizer step ``step`` (from 0), over all processes."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = self._order(epoch)
-        start = within * self.batch_size
-        return [int(order[(start + i) % len(self.groups)]) for i in range(self.batch_size)]
+        return self._steps(epoch)[within]
 
-    def _order(self, epoch: int) -> Tensor:
-        """The order of one epoch, kept until another is asked for."""
+    def step_length(self, step: int) -> int:
+        """The bucket that the sequences of a step are padded to."""
+        return max(self.padded[i] for i in self.step_indices(step))
+
+    def _steps(self, epoch: int) -> list[list[int]]:
+        """The steps of one epoch, kept until another is asked for."""
         if self._epoch is None or self._epoch[0] != epoch:
             seeded = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
-            self._epoch = (epoch, torch.randperm(len(self.groups), generator=seeded))
+            order = torch.randperm(len(self.groups), generator=seeded).tolist()
+            size = self.batch_size
+            order = [order[i % len(order)] for i in range(self.steps_per_epoch * size)]
+            # Bucket after bucket: what does not fill a step of its own goes to the next longer one.
+            order.sort(key=self.padded.__getitem__)
+            steps = [order[start : start + size] for start in range(0, len(order), size)]
+            if len(self.buckets) > 1:
+                places = torch.randperm(len(steps), generator=seeded).tolist()
+                steps = [steps[place] for place in places]
+            self._epoch = (epoch, steps)
         return self._epoch[1]
 
     def micro_batches(self, step: int, rank: int, world: int, micro_size: int) -> Iterator[Batch]:
         """This process's share of step ``step``, ``micro_size`` sequences at a time."""
         mine = self.step_indices(step)[rank::world]
-        first = self.seed * 1_000_000_007 + step * self.batch_size
-        draws = list(range(first, first + self.batch_size))[rank::world]
-        for start in range(0, len(mine), micro_size):
-            part = slice(start, start + micro_size)
-            groups = [self.groups[i] for i in mine[part]]
-            yield collate(groups, self.length, mine[part], draws[part])
+        draws = draw_numbers(self.seed, step, self.batch_size)[rank::world]
+        groups = [self.groups[i] for i in mine]
+        return share_of(groups, self.step_length(step), mine, draws, micro_size)

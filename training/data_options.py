@@ -52,44 +52,55 @@ class TargetOptions:
 class LoraOptions:
     """Train a LoRA of the target together with the head (Medusa-2, arXiv:2401.10774 §2.2.2).
 
-    The head is then lossless with respect to the merged target, which is written beside it.
+    The head is then lossless with respect to the merged target, which is written beside it. There
+    is no dropout: the head must learn the law of the target that it will be decoded with.
     """
 
     rank: int = 0
     """0 leaves the target frozen."""
     alpha: float = 16.0
     """Scale of the update is alpha / rank."""
-    dropout: float = 0.0
-    """Dropout in front of the LoRA matrices."""
     modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the target's linear layers, as peft takes them."""
+    """Names of linear layers of the target ("q_proj"), or all-linear: all but the output matrix,
+    which heads borrow.
+    """
     lr: float = 1e-4
-    """Peak learning rate of the LoRA; the head's is optim.lr."""
-    target_weight: float = 1.0
-    """Weight of the target's own next-token loss beside the head's."""
+    """Peak learning rate of the LoRA; the head's is optim.lr, about four times as much in the
+    paper.
+    """
+    target_loss: str = "kl"
+    """What holds the target to its task: kl to the original target, or ce on the data's tokens,
+    for answers that another model gave.
+    """
+    target_weight: float = 5.0
+    """Weight of that loss beside the head's (the paper weighs the head by 0.2)."""
     start: float = 0.0
-    """Part of training done before the LoRA starts to move (Medusa-2 trains the heads first)."""
+    """Part of training done before the LoRA starts to move; its own warm-up follows. The paper
+    trains the heads alone first.
+    """
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming a field that is out of range."""
+        """Raise ValueError naming a field that is out of range, or one without effect."""
         if self.rank < 0:
             raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
         if self.alpha <= 0 or self.lr <= 0:
             raise ValueError(
                 f"lora.alpha and lora.lr must be positive, got {self.alpha} and {self.lr}"
             )
-        if not 0 <= self.dropout < 1 or not 0 <= self.start < 1:
-            raise ValueError(
-                f"lora.dropout and lora.start must be in [0, 1), got {self.dropout} and "
-                f"{self.start}"
-            )
+        if not 0 <= self.start < 1:
+            raise ValueError(f"lora.start must be in [0, 1), got {self.start}")
         if self.target_weight < 0:
             raise ValueError(f"lora.target_weight must be at least 0, got {self.target_weight}")
-        default = type(self).__dataclass_fields__
+        if self.target_loss not in ("kl", "ce"):
+            raise ValueError(f"lora.target_loss must be kl or ce, got {self.target_loss!r}")
+        if not self.modules or not all(self.modules):
+            raise ValueError(f"lora.modules must name one or more layers, got {self.modules}")
         if not self.rank:
-            for name in ("alpha", "dropout", "lr", "target_weight", "start"):
-                if getattr(self, name) != default[name].default:
+            for name, known in vars(LoraOptions(rank=1)).items():
+                if name != "rank" and getattr(self, name) != known:
                     raise ValueError(f"lora.{name} has no effect without lora.rank: drop it")
+        elif not self.target_weight and self.target_loss != "kl":
+            raise ValueError("lora.target_loss has no effect with lora.target_weight=0: drop it")
 
 
 @dataclass
@@ -97,17 +108,20 @@ class DataOptions:
     """Prompts, conversations or answers."""
 
     train: list[str]
-    """Hub ids, JSONL/parquet files or save_to_disk folders with messages, prompt, text or
-    answer_ids columns.
+    """JSONL, JSON or parquet files, patterns of them (data/*.parquet), folders, or hub ids with a
+    config and split of their own where needed (owner/name:config:split, owner/name::split); with
+    messages, prompt, text or answer_ids columns.
     """
     split: str = "train"
-    """Split of hub datasets."""
+    """Split of hub data sets whose name gives none."""
     limit: int | None = None
     """Use only the first rows of each source."""
     streaming: bool = False
     """Read and tokenise rows as they are needed, not all before the start; needs run.steps."""
     shuffle_buffer: int = 0
-    """Sequences among which a streamed run draws its next one; 0 keeps the order of the source."""
+    """Sequences among which a streamed run draws its next one, kept in its checkpoints; 0 keeps the
+    order of the sources, of which one row comes in turn.
+    """
     regenerate: bool = False
     """Have the target answer the prompts first (in process, or by answer_server; resumable);
 
@@ -116,15 +130,17 @@ class DataOptions:
     answers: str | None = None
     """Where regenerated answers are kept; null is <run.out>/answers.jsonl."""
     answer_temperatures: list[float] = field(default_factory=lambda: [0.0])
-    """Temperatures that prompts are dealt over; 0 is greedy."""
+    """Temperatures that prompts are dealt over, each named once; 0 is greedy."""
     answer_tokens: int = 256
     """Longest regenerated answer."""
     answer_batch: int = 16
     """Prompts answered together in process, or requests in flight at the server."""
     answer_server: str | None = None
     """Address of an OpenAI-compatible server of the target (http://host:port/v1); null answers in
-    process.
+    process. Its key is in the environment variable OPENAI_API_KEY, where it needs one.
     """
+    answer_model: str | None = None
+    """Name of the target at the server; null where it serves a single model."""
     chat_template: str | None = None
     """A .jinja file that replaces the tokenizer's template."""
     max_length: int = 1024
@@ -133,7 +149,7 @@ class DataOptions:
     """Several rows in a sequence, which do not see each other."""
     buckets: list[int] = field(default_factory=list)
     """Lengths that sequences are padded to, the longest being max_length; empty pads all to
-    max_length. The sequences of a step have lengths of one bucket.
+    max_length. The sequences of a step have lengths of one bucket. Of use where pack is false.
     """
     features: str | None = None
     """A feature store written by scripts.extract_features: the target is then not run."""
@@ -154,10 +170,12 @@ class DataOptions:
         for name in ("answer_tokens", "answer_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
-        if not self.answer_temperatures or min(self.answer_temperatures) < 0:
+        temperatures = self.answer_temperatures
+        repeated = len(set(temperatures)) < len(temperatures)
+        if not temperatures or min(temperatures) < 0 or repeated:
             raise ValueError(
-                "data.answer_temperatures must be one or more numbers of at least 0, got "
-                f"{self.answer_temperatures}"
+                "data.answer_temperatures must be one or more different numbers of at least 0, got "
+                f"{temperatures}"
             )
         if self.feature_memory_gb < 0 or self.shuffle_buffer < 0:
             raise ValueError(
@@ -181,7 +199,13 @@ class DataOptions:
 
     def _check_effects(self) -> None:
         """Raise ValueError where an option would have no effect."""
+        if self.answer_model is not None and self.answer_server is None:
+            raise ValueError("data.answer_model has no effect without data.answer_server: drop it")
         if not self.regenerate:
+            if self.answer_temperatures != [0.0]:
+                raise ValueError(
+                    "data.answer_temperatures has no effect without data.regenerate=true: drop it"
+                )
             for name in ("answers", "answer_server"):
                 if getattr(self, name) is not None:
                     raise ValueError(

@@ -5,6 +5,7 @@ Legend: B batch, T sequence, D hidden, F captured layers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ def run_target(target: TargetModel, batch: Batch, layers: Sequence[int]) -> Targ
         batch.input_ids, position_ids=batch.position_ids, feature_layers=layers, logits_to_keep=1
     )
     return TargetBatch(batch, out.features, out.last_hidden)
+
+
+class Features(Protocol):
+    """Where the hidden states of a batch come from."""
+
+    def of(self, layers: Sequence[int]) -> Callable[[Batch], TargetBatch]:
+        """For a head that reads ``layers`` (``hidden_states`` indices)."""
+
+    def ahead(self, sequences: Sequence[int]) -> None:
+        """These sequences of the dataset come next: whoever can may fetch them meanwhile."""
 
 
 class OnlineFeatures:
@@ -86,6 +97,9 @@ class OnlineFeatures:
             return replace(data, features=torch.cat([parts[place] for place in places], dim=-1))
 
         return chosen
+
+    def ahead(self, sequences: Sequence[int]) -> None:
+        """The target is run when its turn comes."""
 
     def __call__(self, batch: Batch) -> TargetBatch:
         """Hidden states for a batch of a :class:`~training.data.PackedDataset`."""

@@ -1,38 +1,48 @@
-"""The accelerate loop: one optimizer step after another, for every family.
+"""The accelerate loop: one optimizer step after another, for every family and every engine.
 
 Knows nothing of heads beyond ``Objective`` and nothing of decoding beyond the ``evaluate`` callable
 handed in.
 """
 
 import gc
-import json
 import logging
 import math
-import os
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import get_scheduler
 
 from drafters import Drafter, TargetModel
-from training.checkpoint import find_checkpoint, load_checkpoint, read_state, save_checkpoint
-from training.config import OptimOptions, RunOptions, TrainConfig
-from training.data import Batch, PackedDataset
-from training.features import OnlineFeatures
+from training.checkpoint import (
+    HEAD,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    step_of,
+)
+from training.config import TrainConfig
+from training.data import Batch, Dataset
+from training.engines import make_engine
+from training.features import Features, OnlineFeatures
+from training.history import History
+from training.identity import check_identity, identity
+from training.nonfinite import NonFinite
 from training.objectives import Objective
+from training.optim import MovingAverage, Rates, make_optimizers
+from training.processes import data_share
+from training.records import Records
 from training.signals import Stop, stop_on_signal
 
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[Drafter, int], dict[str, float]]
+"""(head, step) -> metrics by the real decoder; called on every process, the same result on all."""
+DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingError(ValueError):
@@ -44,12 +54,12 @@ class Trainer:
 
     Args:
         config: the resolved configuration.
-        accelerator: made by :func:`make_accelerator`.
-        target: the frozen teacher, on this process's device.
+        accelerator: made by :func:`~training.processes.make_accelerator`.
+        target: the frozen teacher.
         objective: the head's objective.
-        dataset: packed sequences.
-        evaluate: (head, step) -> metrics by the real decoder; None evaluates nothing.
-        features: hidden states shared with other runs on the same dataset; None makes its own.
+        dataset: sequences in a deterministic order.
+        evaluate: see :data:`Evaluate`; None evaluates nothing.
+        features: where hidden states come from; None runs the target.
     """
 
     def __init__(
@@ -58,36 +68,54 @@ class Trainer:
         accelerator: Accelerator,
         target: TargetModel,
         objective: Objective,
-        dataset: PackedDataset,
+        dataset: Dataset,
         evaluate: Evaluate | None = None,
-        features: OnlineFeatures | None = None,
+        features: Features | None = None,
     ) -> None:
         self.config, self.run, self.out = config, config.run, Path(config.run.out)
         self.accelerator, self.dataset, self.evaluate = accelerator, dataset, evaluate
-        self.drafter = objective.drafter
-        layers = self.drafter.feature_layers
-        shared = features or OnlineFeatures(target, layers, config.data.feature_memory_gb)
-        self.features = shared.of(layers)
+        layers = objective.drafter.feature_layers
+        self.source = features or OnlineFeatures(target, layers, config.data.feature_memory_gb)
+        self.features = self.source.of(layers)
         self.total_steps = self.run.steps or max(
             1, math.ceil(self.run.epochs * dataset.steps_per_epoch)
         )
-        self.optimizer = make_optimizer(objective, config.optim)
-        warmup = math.ceil(config.optim.warmup * self.total_steps)
-        self.scheduler = get_scheduler(
-            config.optim.schedule, self.optimizer, warmup, self.total_steps
+        self.drafter, self.bare = objective.drafter, objective
+        objective.arithmetic = DTYPES[self.run.mixed_precision]
+        objective.activation_checkpointing = self.run.activation_checkpointing
+        self.identity = identity(config, objective, dataset, self.total_steps)
+        self.engine = make_engine(
+            accelerator,
+            objective,
+            lambda bare: make_optimizers(bare, config.optim),
+            config.optim.clip,
+            self.run.micro_batch_size,
         )
-        self.bare = objective
-        self.objective, self.optimizer = accelerator.prepare(objective, self.optimizer)
-        self.world, self._prepared = accelerator.num_processes, False
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.nonfinite = NonFinite(self.run.on_nonfinite, self.engine)
+        self.rates = Rates(self.engine.optimizers, config.optim, self.total_steps)
+        self.average = self._make_average()
+        self.rank, self.world = data_share(accelerator, config.target.parallel)
+        self.copies = accelerator.num_processes // self.world
+        self.records = Records(accelerator, self.out / "metrics.jsonl", bool(self.run.trackers))
+        self.history = History(config.evaluate)
+        self.step, self.tokens, self.seconds, self._prepared = 0, 0, 0.0, False
         self._stop, self.stopping = Stop(), False
-        self.sums: dict[str, Tensor] = {}
-        self.metrics_file = self.out / "metrics.jsonl"
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+
+    def _make_average(self) -> MovingAverage | None:
+        decay = self.config.optim.ema
+        if decay and not self.engine.has_parts:
+            raise ValueError(
+                "optim.ema does not go with ZeRO-3, which hands weights out only during a step: "
+                "use ZeRO-2 or FSDP2"
+            )
+        return MovingAverage(self.engine.parameters, decay) if decay else None
 
     def release(self) -> None:
         """Free the data-parallel wrapper: it would wait for threads of an ended process group."""
         self.accelerator.wait_for_everyone()
-        del self.objective, self.bare, self.optimizer
+        self.engine.release()
+        del self.bare, self.drafter, self.average, self.rates
         self.accelerator.free_memory()
         gc.collect()
 
@@ -113,290 +141,269 @@ class Trainer:
         )
         with bar, stop_on_signal() as self._stop:
             while self.step < self.total_steps:
-                loss = self._train_step()
-                bar.update()
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                last = self.step == self.total_steps
-                if last or self.step % self.run.log_every == 0:
-                    self._log()
-                if last or self.stopping or _due(self.step, self.run.save_every):
-                    self._save()
-                if self.stopping and not last:
-                    raise KeyboardInterrupt(
-                        f"stopped at step {self.step}; the same command continues from there"
-                    )
-                if not last and _due(self.step, self.config.evaluate.every):
+                if self.step and self._evaluation_due():  # one that a kill cut short comes first
                     self._evaluate()
+                if self.history.enough:
+                    logger.info(
+                        "stopped at step %d: the acceptance length has not grown for %d "
+                        "evaluations; step %d was best",
+                        self.step,
+                        self.config.evaluate.patience,
+                        self.history.best_step,
+                    )
+                    break
+                self._advance(bar)
         return self._evaluate()
+
+    def _advance(self, bar: tqdm) -> None:
+        """One step, and what is due behind it."""
+        loss = self._train_step()
+        bar.update()
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        last = self.step == self.total_steps
+        if last or self.step % self.run.log_every == 0:
+            self._log()
+        if last or self.stopping or _due(self.step, self.run.save_every):
+            self._save()
+        if self.stopping and not last:
+            raise KeyboardInterrupt(
+                f"stopped at step {self.step}; the same command continues from there"
+            )
 
     def _train_step(self) -> float:
         """One optimizer step: micro-batches, global normalisation, clipping; returns the loss."""
         start = time.perf_counter()
-        accelerator, device = self.accelerator, self.accelerator.device
-        micro = self.run.micro_batch_size
-        batches = [
-            batch.to(device)
+        batches = self._batches()
+        self.bare.progress = self.step / self.total_steps
+        scale, supervised = self._scale(batches)
+        total, finite = torch.zeros((), device=self.accelerator.device), True
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            with self.engine.accumulate(last):
+                loss = self._forward(batch) * scale
+                total += loss.detach().float() / self.accelerator.num_processes
+                if last:
+                    value = self._agree(total)
+                    finite = math.isfinite(value)
+                if finite:
+                    self.engine.backward(loss, last)
+        norm = self.engine.gradient_norm() if finite else total
+        usable = finite and (self.nonfinite.scaled or bool(torch.isfinite(norm)))
+        wrong = "gradient of step {} is not finite" if finite else f"loss of step {{}} is {value}"
+        self._close_step(usable, norm, wrong.format(self.step + 1), batches)
+        self.step += 1
+        self.rates.go_to(self.step)
+        self.tokens += supervised
+        self.seconds += time.perf_counter() - start
+        if usable:
+            share = torch.ones_like(total) / self.accelerator.num_processes
+            self.records.add({"loss_sum": total, "loss_count": share})
+        return value
+
+    def _batches(self) -> list[Batch]:
+        """This process's micro-batches of the present step; those of the next may be fetched."""
+        found = [
+            batch.to(self.accelerator.device)
             for batch in self.dataset.micro_batches(
-                self.step, accelerator.process_index, accelerator.num_processes, micro
+                self.step, self.rank, self.world, self.run.micro_batch_size
             )
         ]
-        self.bare.progress = self.step / self.total_steps
+        if self.step + 1 < self.total_steps:
+            self.source.ahead(self.dataset.step_indices(self.step + 1)[self.rank :: self.world])
+        return found
+
+    def _scale(self, batches: Sequence[Batch]) -> tuple[Tensor, int]:
+        """What losses are multiplied with, and the step's supervised tokens.
+
+        Engines average gradients over processes: undone here, so that the gradient is that of (sum
+        of losses) / (global count of what they are summed over).
+        """
+        device = self.accelerator.device
         local = torch.stack(
             [torch.stack((self.bare.count(b).to(device), b.supervised.sum())) for b in batches]
         ).sum(0)
-        count, supervised = accelerator.reduce(local, reduction="sum").unbind()
-        count = count.clamp_min(1)
-        # Data parallelism averages gradients and accelerate divides by the accumulation: undo both,
-        # so that the
-        # gradient is that of (sum of losses) / (global count of what they are summed over).
-        scale = accelerator.num_processes * len(batches) / count
-        total = torch.zeros((), device=device)
-        for batch in batches:
-            with accelerator.accumulate(self.objective):
-                loss = self._forward(batch) * scale
-                accelerator.backward(loss)
-                total += loss.detach().float() / (accelerator.num_processes * len(batches))
-                if accelerator.sync_gradients:
-                    self._optimizer_step()
-        # Whether to stop is decided together, or some processes would wait for the others forever.
+        count, supervised = self.accelerator.reduce(local, reduction="sum").unbind()
+        return (
+            self.accelerator.num_processes / count.clamp_min(1),
+            int(supervised) // self.copies,
+        )
+
+    def _agree(self, total: Tensor) -> float:
+        """The loss of the whole step, and whether to stop, which is decided together: or some
+        processes would wait for the others forever.
+        """
         shared = torch.stack((total, total.new_tensor(float(bool(self._stop)))))
-        value, stops = accelerator.reduce(shared, reduction="sum").tolist()
+        value, stops = self.accelerator.reduce(shared, reduction="sum").tolist()
         self.stopping = stops > 0
-        if not math.isfinite(value):
-            raise TrainingError(
-                f"the loss of step {self.step + 1} is {value}: lower optim.lr, check "
-                "target.dtype, or look at the rows of this step with scripts.inspect_mask. "
-                "Checkpoints up to here are kept"
-            )
-        self.step += 1
-        self.tokens += int(supervised)
-        self.seconds += time.perf_counter() - start
-        self._add({"loss_sum": total, "loss_count": torch.ones_like(total) / self.world})
         return value
 
+    def _close_step(self, usable: bool, norm: Tensor, wrong: str, batches: list[Batch]) -> None:
+        """Change the weights, or deal with a step that must not change them.
+
+        Raises:
+            TrainingError: it is not usable, and the run is not to skip such steps.
+        """
+        if usable:
+            self.engine.step()
+            if self.average is not None:
+                self.average.update()
+            self.records.add({"grad_norm_sum": norm.detach(), "grad_norm_count": norm.new_ones(())})
+            self.nonfinite.fine()
+            return
+        rows = self.nonfinite.find_rows(batches, self._row_loss, self.dataset, self.accelerator)
+        cause = f"the {wrong}; {self.nonfinite.name_rows(rows)}"
+        if not self.nonfinite.may_skip():
+            raise TrainingError(
+                f"{cause}. Lower optim.lr, check target.dtype, look at these rows with "
+                "scripts.inspect_mask, or leave such steps out with run.on_nonfinite=skip. "
+                "Checkpoints up to here are kept"
+            )
+        logger.warning("skipped: %s", cause)
+        self.engine.discard()
+
     def _forward(self, batch: Batch) -> Tensor:
-        data = self.features(batch)
-        with self.accelerator.autocast():
-            loss, metrics = self.objective(data)
-        self._add(metrics)
+        loss, metrics = self.engine.module(self.features(batch))
+        self.records.add(metrics)
         return loss
 
-    def _optimizer_step(self) -> None:
-        clip = self.config.optim.clip or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), clip)
-        if self.accelerator.scaler is None and not torch.isfinite(norm):
-            raise TrainingError(
-                f"the gradient of step {self.step + 1} is not finite: lower optim.lr or use "
-                "run.mixed_precision=no. Checkpoints up to here are kept"
-            )
-        self._add({"grad_norm_sum": norm.detach(), "grad_norm_count": torch.ones_like(norm)})
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def _add(self, metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            value = (
-                value.detach().double() if value.device.type == "cpu" else value.detach().float()
-            )
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+    def _row_loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return self.engine.module(self.features(batch))[0]
 
     def _log(self) -> None:
-        """Divide sums by counts once, over all processes, and write a line."""
-        totals = self._totals()
-        stems = [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]
-        means = {
-            f"train/{stem}": totals[f"{stem}_sum"] / max(totals[f"{stem}_count"], 1)
-            for stem in stems
-        }
-        self.sums = {}
+        """A line of means, on every process's behalf."""
+        means = {f"train/{name}": value for name, value in self.records.take_means().items()}
         rate = {
-            "train/lr": self.scheduler.get_last_lr()[0],
+            "train/lr": self.rates.now,
             "train/tokens": self.tokens,
             "train/seconds": self.seconds,
         }
-        self._write({**means, **rate})
+        if self.nonfinite.skipped:
+            rate["train/skipped_steps"] = self.nonfinite.skipped
+        self.records.write(self.step, {**means, **rate})
 
-    def _totals(self) -> dict[str, float]:
-        """Metric sums of the current window over all processes, some of which may have had nothing
-        to draft and so know fewer names.
-        """
-        names = sorted(set(gather_object(list(self.sums))))
-        if not names:
-            return {}
-        zero = self._number(0.0)
-        stacked = torch.stack([self.sums.get(name, zero) for name in names])
-        return dict(
-            zip(names, self.accelerator.reduce(stacked, reduction="sum").tolist(), strict=True)
-        )
-
-    def _number(self, value: float) -> Tensor:
-        """A metric sum."""
-        device = self.accelerator.device
-        wide = torch.float64 if device.type == "cpu" else torch.float32
-        return torch.tensor(value, dtype=wide, device=device)
-
-    def _write(self, values: dict[str, float]) -> None:
-        if self.accelerator.is_main_process:
-            with self.metrics_file.open("a") as file:
-                file.write(json.dumps({"step": self.step, **values}) + "\n")
-        if self.run.trackers:
-            self.accelerator.log(values, step=self.step)
+    def _evaluation_due(self) -> bool:
+        due = self.evaluate is not None and _due(self.step, self.config.evaluate.every)
+        return due and self.step not in self.history.lengths
 
     def _evaluate(self) -> dict[str, float]:
-        """Acceptance length by the decoder, on the main process; {} on the others."""
-        results: dict[str, float] = {}
-        if self.evaluate is not None and self.accelerator.is_main_process:
-            self.drafter.eval()
-            results = self.evaluate(self.drafter, self.step)
-            self.drafter.train()
-            self._write({f"eval/{name}": value for name, value in results.items()})
-            logger.info(
-                "step %d: %s", self.step, {name: round(value, 3) for name, value in results.items()}
-            )
-        self.accelerator.wait_for_everyone()
+        """Metrics of the real decoder; the checkpoint of the best acceptance length is kept."""
+        if self.evaluate is None:
+            return {}
+        if self._evaluated[0] == self.step:
+            return self._evaluated[1]
+        head = self.served()
+        head.eval()
+        results = self.evaluate(head, self.step)
+        self.drafter.train()
+        self._evaluated = (self.step, results)
+        if self.step not in self.history.lengths:
+            self.records.write(self.step, {f"eval/{name}": v for name, v in results.items()})
+        self.history.add(self.step, results["acceptance_length"])
+        logger.info("step %d: %s", self.step, {name: round(v, 3) for name, v in results.items()})
+        if self.config.evaluate.every and self.step == self.history.best_step:
+            self.accelerator.wait_for_everyone()
+            if self.step not in {step_of(path) for path in list_checkpoints(self.out)}:
+                self._save()
         return results
 
+    def served(self) -> Drafter:
+        """The head as it would be exported now; all processes call this together."""
+        return self.engine.served(self._average_weights())
+
+    def _average_weights(self) -> dict[str, Tensor] | None:
+        if self.average is None:
+            return None
+        return {name: self.engine.whole(value) for name, value in self.average.values.items()}
+
+    def final_head(self) -> Drafter:
+        """The head to export: the last one, or with ``evaluate.patience`` the best one, which the
+        weights are set back to.
+        """
+        best = self.history.best_step
+        if self.config.evaluate.patience and best not in (None, self.step):
+            path = next(path for path in list_checkpoints(self.out) if step_of(path) == best)
+            found = load_checkpoint(path)
+            self._load({**found.raw, **found.weights})
+            self.average = None
+        return self.served()
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        device = self.accelerator.device
+        self.engine.load_weights({name: value.to(device) for name, value in weights.items()})
+
     def _save(self) -> None:
-        window = self._totals()
+        window = self.records.totals()
+        head, optimizer = self.served(), self.engine.optimizer_state()
+        extra = self.average is not None or not all(n.startswith(HEAD) for n in self._names)
+        weights = self.engine.weights() if extra else None
         if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
             state = {
-                "scheduler": {
-                    k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"
-                },
-                "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
+                "scaler": scaler.state_dict() if scaler else None,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
+                "skipped": self.nonfinite.skipped,
                 "window": window,
-                "identity": self._identity(),
+                "data": self.dataset.state(),
+                "identity": self.identity,
             }
-            save_checkpoint(self.out, self.step, self.drafter, self.optimizer, state, self.run.keep)
+            protected = [] if self.history.best_step is None else [self.history.best_step]
+            save_checkpoint(
+                self.out, self.step, head, optimizer, state, self.run.keep, weights, protected
+            )
         self.accelerator.wait_for_everyone()
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self.engine.parameters)
 
     def prepare(self) -> None:
         """Make the run folder ready, or restore the newest checkpoint; changes nothing if refused.
 
         Raises:
-            TrainingError: the checkpoint belongs to a run with other settings.
+            ValueError: the checkpoint belongs to a run with other settings.
             CheckpointError: it is damaged, or not allowed by ``run.resume``.
         """
         self._prepared = True
-        main = self.accelerator.is_main_process
-        checkpoint = find_checkpoint(self.out, self.run.resume)
+        chosen = [find_checkpoint(self.out, self.run.resume)]
+        broadcast_object_list(chosen)
+        checkpoint = chosen[0]
         if checkpoint is None:
             self.out.mkdir(parents=True, exist_ok=True)
-            if main:
-                self.metrics_file.unlink(missing_ok=True)
+            if self.accelerator.is_main_process:
+                self.records.file.unlink(missing_ok=True)
             return
-        recorded = read_state(checkpoint)["identity"]
-        differing = {key: (recorded.get(key), value) for key, value in self._identity().items()}
-        differing = {key: pair for key, pair in differing.items() if pair[0] != pair[1]}
-        if differing:
-            raise TrainingError(
-                f"{checkpoint} was trained with other settings (checkpoint, now): {differing}. Use "
-                "the same settings, or another run.out with drafter.init_from to start from it"
-            )
-        state = load_checkpoint(checkpoint, self.drafter, self.optimizer)
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state["scheduler"]})
-        if state["scaler"] is not None and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.sums = {  # the window is global, so one process carries it on
-            name: self._number(value if main else 0.0) for name, value in state["window"].items()
-        }
-        if main:
-            _keep_lines(self.metrics_file, self.step)
+        self._restore(checkpoint)
         logger.info("resuming %s at step %d", checkpoint, self.step)
 
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between the parts of one run."""
-        run, data = self.run, self.dataset
-        return {
-            **{
-                f"drafter.{name}": _jsonable(value)
-                for name, value in self.drafter.config.own_fields().items()
-            },
-            "run.steps": self.total_steps,
-            "run.seed": run.seed,
-            "run.batch_size": run.batch_size,
-            "data.max_length": data.length,
-            "sequences": len(data.groups),
-            "supervised tokens": data.supervised_tokens,
-            "token ids": data.digest,
-            "target.dtype": self.config.target.dtype,
-            "run.mixed_precision": run.mixed_precision,
-            **{f"optim.{name}": _jsonable(v) for name, v in vars(self.config.optim).items()},
-            **{f"loss.{name}": _jsonable(v) for name, v in vars(self.bare.options).items()},
-        }
-
-
-def make_accelerator(run: RunOptions, device: str = "auto") -> Accelerator:
-    """The accelerator of a run, and a check that its process group is one this loop trains
-    correctly on.
-
-    Raises:
-        ValueError: batch sizes do not divide, or the distributed type is not supported yet.
-    """
-    available = {str(tracker) for tracker in get_available_trackers()}
-    if unknown := sorted(set(run.trackers) - available):
-        raise ValueError(
-            f"run.trackers: {unknown[0]!r} is not installed or not known to accelerate; here are "
-            f"{sorted(available) or 'none'}"
-        )
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # others wait for evaluations
-    accelerator = Accelerator(
-        mixed_precision=run.mixed_precision,
-        log_with=run.trackers or None,
-        project_dir=run.out,
-        cpu=device == "cpu",
-        kwargs_handlers=[patience],
-    )
-    world = accelerator.num_processes
-    if run.batch_size % (world * run.micro_batch_size):
-        raise ValueError(
-            f"run.batch_size ({run.batch_size}) must be a multiple of processes ({world}) x "
-            f"run.micro_batch_size ({run.micro_batch_size})"
-        )
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        raise ValueError(
-            f"{accelerator.distributed_type.value} is not supported yet: launch without it (one "
-            "process or plain data parallelism)"
-        )
-    accelerator.gradient_accumulation_steps = run.batch_size // (world * run.micro_batch_size)
-    return accelerator
-
-
-def make_optimizer(objective: Objective, optim: OptimOptions) -> torch.optim.Optimizer:
-    """AdamW over the head's trainable parameters."""
-    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-    )
+    def _restore(self, checkpoint: Path) -> None:
+        found = load_checkpoint(checkpoint)
+        state = found.state
+        check_identity(state["identity"], self.identity, checkpoint)
+        self._load(found.raw)
+        self.engine.load_optimizer_state(found.optimizer)
+        if self.average is not None:
+            parts = self.engine.parameters
+            self.average.load(
+                {n: self.engine.part(found.weights[n], parts[n]) for n in self.average.values}
+            )
+        scaler = self.accelerator.scaler
+        if state["scaler"] is not None and scaler is not None:
+            scaler.load_state_dict(state["scaler"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.nonfinite.skipped = state["skipped"]
+        self.rates.go_to(self.step)
+        self.dataset.restore(state["data"])
+        self.records.restore(state["window"])
+        if self.accelerator.is_main_process:
+            self.records.cut(self.step)
+        self.accelerator.wait_for_everyone()
+        lines = [self.records.lines()]
+        broadcast_object_list(lines)
+        self.history.read(lines[0])
 
 
 def _due(step: int, every: int) -> bool:
     """Whether something done every so many steps is due; 0 is never."""
     return bool(every) and step % every == 0
-
-
-def _jsonable(value: Any) -> Any:
-    """A value as JSON reads it back."""
-    return json.loads(json.dumps(value))
-
-
-def _keep_lines(path: Path, step: int) -> None:
-    """Drop metric lines past ``step``, which a resumed run writes again, and a line cut short by a
-    kill.
-    """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)

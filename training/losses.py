@@ -45,9 +45,8 @@ def target_law(logits: Tensor, draft_vocab: Tensor | None, at: float = 1.0) -> T
     """
     wide = logits.to(wide_dtype(logits))
     scaled = wide if at == 1 else wide / at
-    if draft_vocab is None:
-        return scaled.softmax(-1)
-    return (scaled[:, draft_vocab] - scaled.logsumexp(-1, keepdim=True)).exp()
+    law = scaled.softmax(-1)
+    return law if draft_vocab is None else law[:, draft_vocab]
 
 
 def renormalised(p: Tensor) -> Tensor:
@@ -72,6 +71,16 @@ def kl(logits: Tensor, p: Tensor) -> Tensor:
     """
     p = renormalised(p)
     return (torch.xlogy(p, p) - p * log_softmax(logits)).sum(-1)
+
+
+def cross_entropy_of_laws(logits: Tensor, p: Tensor) -> Tensor:
+    """-Σ p log q of a renormalised p: (m, Vd), (m, Vd) -> (m,); :func:`kl` and the entropy of p."""
+    return -(p * log_softmax(logits)).sum(-1)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """-Σ p log p: (m, Vd) -> (m,)."""
+    return -(p * p.clamp_min(_TINY).log()).sum(-1)
 
 
 def reverse_kl(logits: Tensor, p: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every family's mask is a rule on attributes of the query row and the key row. Here are the rules in
 use; ``build_mask`` applies one to all pairs. The dense masks are the definition that fast paths are
-tested against; at training size only those of context keys are built.
+tested against; at training size only those of a block's or rollout's own rows are built
+(``objectives.spans`` has what is seen of the text).
 
     family                              rule
     plain decoders, MTP's own modules   causal
@@ -30,8 +31,7 @@ class Rows:
     """Attributes of attention rows, each (B, rows) int64.
 
     Attributes:
-        position: place in the sequence. Rows of :func:`unrolled_mask` keep that of step 0, as
-            ``in_window`` is told how far they have moved.
+        position: place in the sequence. Rows of :func:`unrolled_mask` keep that of step 0.
         document: document id, -1 for padding.
         step: draft step or depth that produced the row, 0 for the first.
         anchor: the place its draft hangs from: of a rollout the first row, of a block the root.
@@ -116,17 +116,6 @@ def build_mask(query: Rows, key: Rows, rule: Rule) -> Tensor:
     return allowed | ((q.document < 0) & same)
 
 
-def in_window(query: Rows, key: Rows, window: int, ahead: int = 0) -> Tensor:
-    """(B, Q) and (B, S) attributes -> (B, Q, S) bool: keys less than ``window`` positions back.
-
-    Args:
-        query, key: attributes; only positions count.
-        window: W of a sliding window.
-        ahead: positions that the queries stand further on than theirs say.
-    """
-    return query.position[:, :, None] + ahead - key.position[:, None, :] < window
-
-
 def join(*parts: Rows) -> Rows:
     """Rows of several kinds, one behind the other."""
     return Rows(*(torch.cat([getattr(p, f.name) for p in parts], dim=1) for f in fields(Rows)))
@@ -183,7 +172,9 @@ def _documents(document_ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def causal_mask(document_ids: Tensor) -> Tensor:
-    """(B, T) document ids -> (B, T, T) bool, causal within each document."""
+    """(B, T) document ids -> (B, T, T) bool, causal within each document: the slow twin, for tests
+    only.
+    """
     rows = sequence_rows(document_ids)
     return build_mask(rows, rows, causal)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drafters.base import Drafter
+from drafters.export.card import write_card
 from drafters.export.folder import (
     MANIFEST,
     WEIGHTS,
@@ -43,12 +44,14 @@ def write_native(
         drafter.save_pretrained(temporary)
         share(temporary / WEIGHTS)
         write_golden(drafter, temporary)
+        write_card(drafter, temporary)
         tensors = read_tensors(temporary / WEIGHTS)
         manifest = {
             "format": FORMAT,
             "family": drafter.family,
             "target_name": drafter.config.target_name,
             "target_fingerprint": drafter.config.target_fingerprint,
+            "reference": drafter.config.reference,
             "tensors": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
             "left_out": [],
             "provenance": dict(provenance or {}),

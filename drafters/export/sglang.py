@@ -97,7 +97,7 @@ def write_sglang(
         num_tensors=len(tensors),
         bytes=size,
         left_out=left_out,
-        notes=_notes(config),
+        notes=_notes(config, head.config.reference),
     )
 
 
@@ -246,14 +246,20 @@ def _manifest(
         "family": head.family,
         "target_name": head.config.target_name,
         "target_fingerprint": head.config.target_fingerprint,
+        "reference": head.config.reference,
         "tensors": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
         "left_out": list(left_out),
         "provenance": dict(provenance or {}),
     }
 
 
-def _notes(config: dict[str, Any]) -> tuple[str, ...]:
+def _notes(config: dict[str, Any], reference: dict[str, str] | None) -> tuple[str, ...]:
     notes = []
+    if reference:
+        notes.append(
+            "serve it with the merged target that its training wrote (target/), not with "
+            f"{reference['base']}, for whose law it was not trained"
+        )
     if config["eagle_aux_hidden_state_layer_ids"][0] == 0:
         notes.append(
             "feature layer 0 (the embedding) is SGLang's layer id -1, which several of its models "
@@ -319,6 +325,7 @@ def _headway_config(config: dict[str, Any], folder: Path, target: TargetModel) -
         target_num_layers=target.num_layers,
         target_name=recorded.get("target_name"),
         target_fingerprint=recorded.get("target_fingerprint"),
+        reference=recorded.get("reference"),
         **{name: config[name] for name in copied},
     )
 

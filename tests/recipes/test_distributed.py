@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tests.tiny import save_tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = ["one plus one", "tell me a joke", "who are you"]
+"""Shared out unequally."""
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -26,8 +28,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         {"prompt_ids": [5, 6, 7], "answer_ids": [(3 * i + 7 * j) % 90 for j in range(4 + i % 9)]}
         for i in range(24)
     ]
-    data = folder / "rows.jsonl"
+    data, held = folder / "rows.jsonl", folder / "held.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     return [
         "-m",
         "recipes.train",
@@ -40,6 +43,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "--run.log_every=1",
         "--run.parity=false",
         "--run.threads=1",
+        f"--evaluate.prompts={held}",
+        "--evaluate.max_new_tokens=12",
+        "--evaluate.size=6",
     ]
 
 
@@ -56,7 +62,12 @@ def launch(arguments: list[str], launcher: list[str]) -> subprocess.Popen[str]:
 
 def losses(out: Path) -> list[float]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def evaluations(out: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval/acceptance_length" in line]
 
 
 def test_two_processes_equal_one(tmp_path: Path, arguments: list[str]) -> None:
@@ -70,6 +81,9 @@ def test_two_processes_equal_one(tmp_path: Path, arguments: list[str]) -> None:
         curves.append(losses(tmp_path / name))
         heads.append(load_file(tmp_path / name / "head" / "model.safetensors"))
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    (one,), (two,) = (evaluations(tmp_path / name) for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-6), "each process decodes some of the prompts"
+    assert {"eval/acceptance_length", "eval/acceptance_0"} <= one.keys()
     assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3), "nothing was trained"
     for name, tensor in heads[0].items():
         assert torch.allclose(tensor, heads[1][name], rtol=1e-3, atol=1e-5), name

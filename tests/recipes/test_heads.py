@@ -19,8 +19,9 @@ from training.config import DataOptions, RunOptions, TargetOptions, TrainConfig
 from training.data import PackedDataset
 from training.drafter_options import DrafterOptions
 from training.features import run_target
-from training.loop import Trainer, make_accelerator
+from training.loop import Trainer
 from training.objectives import ObjectiveOptions, build_objective
+from training.processes import make_accelerator
 
 IDS = torch.randint(3, 40, (32,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters import Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter, load_drafter
-from recipes import train
+from recipes import checks, train
 from recipes.train import main
 from tests.tiny import save_tiny_target, tiny_target
 from training.config import parse_config
@@ -236,8 +236,8 @@ def test_parity_is_checked_before_the_first_step(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    check, step = train.check_parity, Trainer._train_step
-    monkeypatch.setattr(train, "check_parity", lambda *a: calls.append("parity") or check(*a))
+    check, step = checks.check_parity, Trainer._train_step
+    monkeypatch.setattr(checks, "check_parity", lambda *a: calls.append("parity") or check(*a))
     monkeypatch.setattr(Trainer, "_train_step", lambda self: calls.append("step") or step(self))
     main([*arguments, "--run.steps=2"])
     assert calls == ["parity", "step", "step"]

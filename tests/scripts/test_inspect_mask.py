@@ -1,4 +1,6 @@
-"""The view of what is supervised: exactly the answers, in colour or in brackets, and why not."""
+"""The view of what is supervised: exactly the answers, in colour or in brackets, and why not; and
+of sequences and masks as a run has them.
+"""
 
 import json
 import re
@@ -183,3 +185,194 @@ def test_a_base_model_is_given_a_template(
     inspect(tmp_path / "base", tmp_path, [{"messages": HELLO}], "--chat-template", template)
     inspect(tmp_path / "base", tmp_path, [{"text": "abc"}])
     assert SHOWN in capsys.readouterr().out
+
+
+# --- one row, wherever it is
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict]:
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def test_one_row(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": "abc"}, {"messages": HELLO[:1]}, {"text": "xyz"}]
+    inspect(tokenizer_folder, tmp_path, rows, "--row", 2)
+    out, record = shown(capsys)
+    assert "row 2: 3 tokens, 2 supervised" in out and "abc" not in out
+    assert record == {"rows": 1, "tokens": 3, "supervised": 2, "refused": []}
+    with pytest.raises(ValueError, match="end before that row"):
+        inspect(tokenizer_folder, tmp_path, rows, "--row", 3)
+
+
+def test_the_row_that_a_run_calls_so(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run counts the rows that it can use."""
+    rows = [{"text": "abc"}, {"messages": HELLO[:1]}, {"text": "xyz"}]
+    inspect(tokenizer_folder, tmp_path, rows, "--document", 1)
+    out, record = shown(capsys)
+    assert "row 2: 3 tokens" in out
+    assert (record["rows"], record["tokens"]) == (1, 3)
+    with pytest.raises(ValueError, match="end before that row"):
+        inspect(tokenizer_folder, tmp_path, rows, "--document", 2)
+
+
+def test_several_sources(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "second"}) + "\n")
+    inspect(tokenizer_folder, tmp_path, [{"text": "first"}], tmp_path / "b.jsonl", "--row", 1)
+    assert "s[[econd]]" in shown(capsys)[0]
+
+
+def test_a_row_that_makes_several_is_shown_in_parts(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = {"ids": [10, 11, 12], "spans": [[1, 3]]}
+    rows = [{"token_rows": [one, one]}, {"text": "abc"}]
+    inspect(tokenizer_folder, tmp_path, rows)
+    out, record = shown(capsys)
+    assert "row 0, part 0: 3 tokens" in out and "row 0, part 1: 3 tokens" in out
+    assert record["rows"] == 2 and record["tokens"] == 9
+    inspect(tokenizer_folder, tmp_path, rows, "--document", 1)
+    assert shown(capsys)[1]["tokens"] == 3
+
+
+# --- sequences and masks
+
+TEXTS = [{"text": text} for text in ("abcdef", "ghijklmn", "op", "qrs", "tuvwxyz")]
+
+
+def test_a_packed_sequence(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First fit into 12: rows 0, 2 and 3, then row 1, then row 4."""
+    inspect(tokenizer_folder, tmp_path, TEXTS, "--sequence", 0, "--max-length", 12)
+    out, record = shown(capsys)
+    assert record == {
+        "sequence": 0,
+        "length": 12,
+        "tokens": 11,
+        "supervised": 8,
+        "documents": [
+            {"row": 0, "start": 0, "tokens": 6},
+            {"row": 2, "start": 6, "tokens": 2},
+            {"row": 3, "start": 8, "tokens": 3},
+        ],
+    }
+    assert "sequence 0: 3 documents, 11 tokens, 8 supervised, padded to 12" in out
+    assert "document 1 (data row 2): columns 6 to 7, positions 0 to 1; 2 tokens" in out
+    assert "a[[bcdef]]" in out and "q[[rs]]" in out and "g[[hijklmn]]" not in out
+    assert "padding: columns 11 to 11" in out
+    with pytest.raises(ValueError, match="make 3 sequences, the last being 2"):
+        inspect(tokenizer_folder, tmp_path, TEXTS, "--sequence", 3, "--max-length", 12)
+
+
+def test_its_attention(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ("--sequence", 0, "--max-length", 12, "--mask", "hydra", "--columns", "4:99")
+    inspect(tokenizer_folder, tmp_path, TEXTS, *rest)
+    out, _ = shown(capsys)
+    drawn = [line.strip() for line in out.split("seen by the row")[1].split("\n\n")[0].split("\n")]
+    assert drawn[1:] == [
+        "document  0011222-",
+        "e 4  #.......",
+        "f 5  ##......",
+        "o 6  ..#.....",
+        "p 7  ..##....",
+        "q 8  ....#...",
+        "r 9  ....##..",
+        "s 10  ....###.",
+        "padding 11  .......#",
+    ]
+
+
+def recipe(tmp_path: Path, folder: Path, extra: str = "", data: str = "", run: str = "") -> Path:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in TEXTS))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"target: {{name: {folder}}}\n"
+        f"drafter: {{type: eagle3{extra}}}\n"
+        f"data: {{train: ['{tmp_path}/texts.jsonl'], max_length: 12{data}}}\n"
+        f"run: {{out: {tmp_path}/out{run}}}\n"
+    )
+    return path
+
+
+def test_a_recipe_s_sequence(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its buckets, its head's mask and window."""
+    path = recipe(tmp_path, tokenizer_folder, ", sliding_window: 2", ", buckets: [8, 12]")
+    script.main(["--recipe", str(path), "--sequence", "1", "--mask", "--depth", "2"])
+    out, record = shown(capsys)
+    assert (record["length"], record["tokens"]) == (8, 8)
+    assert "eagle3: # is seen by the row" in out
+    assert "i 2  .##.....  ........\n" in out
+    assert "step 1 2  ..#.....  ..#.....\n" in out
+
+
+def test_a_streamed_recipe_s_sequence(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond the end of the data, which start again."""
+    path = recipe(
+        tmp_path,
+        tokenizer_folder,
+        "",
+        ", streaming: true, pack: false",
+        ", steps: 9, batch_size: 2",
+    )
+    script.main(["--recipe", str(path), "--sequence", "6"])
+    out, record = shown(capsys)
+    assert record["documents"] == [{"row": 6, "start": 0, "tokens": 8}]
+    assert "g[[hijklmn]]" in out
+    script.main(["--recipe", str(path), "--row", "4"])
+    assert "t[[uvwxyz]]" in shown(capsys)[0]
+
+
+def test_a_recipe_whose_answers_are_not_there_yet(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(tmp_path, tokenizer_folder, "", ", regenerate: true")
+    with pytest.raises(ValueError, match="answers\\.jsonl is not there yet"):
+        script.main(["--recipe", str(path)])
+    (tmp_path / "out").mkdir()
+    answer = {"prompt_ids": [5, 6], "answer_ids": [7]}
+    (tmp_path / "out" / "answers.jsonl").write_text(json.dumps(answer) + "\n")
+    script.main(["--recipe", str(path)])
+    assert shown(capsys)[1]["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (("--row", -1), "--row must be at least 0"),
+        (("--mask", "eagle3"), "--mask has no effect without --sequence"),
+        (("--max-length", 8), "--max-length has no effect without --sequence"),
+        (("--sequence", 0, "--max-length", 3), "--max-length must be at least 4"),
+        (("--sequence", 0, "--mask"), "--mask needs a family here"),
+        (("--sequence", 0, "--mask", "eagle3", "--columns", "7"), "give them as A:B"),
+        (("--sequence", 0, "--mask", "eagle3", "--columns", "9:9"), "name 1 to 64 columns"),
+        (("--sequence", 0, "--mask", "eagle3", "--columns", "0:65"), "name 1 to 64 columns"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    tokenizer_folder: Path, tmp_path: Path, rest: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        inspect(tokenizer_folder, tmp_path, TEXTS, *rest)
+
+
+def test_target_and_data_or_a_recipe_are_needed(tokenizer_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--target is needed, or --recipe"):
+        script.main(["--data", "x.jsonl"])
+    with pytest.raises(ValueError, match="--data is needed, or --recipe"):
+        script.main(["--target", str(tokenizer_folder)])
+    path = recipe(tmp_path, tokenizer_folder, "", ", buckets: [8, 12]")
+    with pytest.raises(ValueError, match=r"contradicts the recipe's data\.buckets"):
+        script.main(["--recipe", str(path), "--sequence", "0", "--max-length", "9"])

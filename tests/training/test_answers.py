@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from drafters import TargetModel
-from tests.tiny import tiny_target
+from tests.tiny import CHATML, tiny_target
 from training import answers
-from training.answers import AnswerOptions, generate_answers, prompt_messages
-from training.chat import encode_prompt, encode_row
+from training.answer_file import AnswerFile, AnswerOptions, select_answers
+from training.answers import generate_answers
+from training.chat import encode_prompt, encode_row, encode_rows_of
+from training.conversations import prompt_messages
 
 END = 2
 PROMPTS = ["hi", "one two three", "a", "what is 2+2?", "tell me more", "x y"]
@@ -110,7 +112,7 @@ def test_existing_answers_are_dropped(target: TargetModel, tmp_path: Path) -> No
 
 def test_sampled_answers_repeat_with_the_seed(target: TargetModel, tmp_path: Path) -> None:
     runs = [
-        by_prompt(generated(target, tmp_path / f"{i}.jsonl", temperature=1.0, seed=seed))
+        by_prompt(generated(target, tmp_path / f"{i}.jsonl", temperatures=(1.0,), seed=seed))
         for i, seed in enumerate((3, 3, 4))
     ]
     assert runs[0] == runs[1]
@@ -122,7 +124,7 @@ def test_sampling_leaves_the_global_generator_alone(target: TargetModel, tmp_pat
     torch.manual_seed(0)
     wanted = torch.rand(1)
     torch.manual_seed(0)
-    generated(target, tmp_path / "out.jsonl", temperature=1.0)
+    generated(target, tmp_path / "out.jsonl", temperatures=(1.0,))
     assert torch.equal(torch.rand(1), wanted)
 
 
@@ -133,9 +135,7 @@ def test_sampling_is_plain(target: TargetModel, tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "number": i} for i in range(200)]
     prompt = encode_prompt(made.tokenizer, [{"role": "user", "content": "hi"}])
     law = made.forward(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    drawn = answers._answer_batch(
-        made, [prompt] * len(rows), options(max_new_tokens=1, temperature=1.0)
-    )
+    drawn = answers._answer_batch(made, [prompt] * len(rows), options(max_new_tokens=1), 1.0)
     counts = torch.bincount(torch.tensor([a[0] for a in drawn]), minlength=96) / len(rows)
     assert 0.5 * (counts - law).abs().sum() < 0.5 * (law - torch.eye(96)[law.argmax()]).abs().sum()
     assert (counts > 0).sum() > 3
@@ -146,9 +146,9 @@ def test_sampling_is_plain(target: TargetModel, tmp_path: Path) -> None:
 
 def test_second_call_does_nothing(target: TargetModel, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out.jsonl"
-    assert generate_answers(target, ROWS, out, options(), progress=False) == 6
+    assert generate_answers(target, ROWS, out, options(), progress=False).written == 6
     before = out.read_bytes()
-    assert generate_answers(target, ROWS, out, options(), progress=False) == 0
+    assert generate_answers(target, ROWS, out, options(), progress=False).written == 0
     assert out.read_bytes() == before
 
 
@@ -170,7 +170,7 @@ def test_stopped_run_loses_at_most_a_batch(
         with pytest.raises(KeyboardInterrupt):
             generate_answers(target, ROWS, out, options(), progress=False)
     assert len(read(out)) == 4
-    assert generate_answers(target, ROWS, out, options(), progress=False) == 2
+    assert generate_answers(target, ROWS, out, options(), progress=False).written == 2
     assert by_prompt(read(out)) == whole
 
 
@@ -190,7 +190,7 @@ def test_last_line_cut_by_a_kill_is_mended(target: TargetModel, tmp_path: Path, 
 def test_new_prompts_are_added(target: TargetModel, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     generated(target, out, ROWS[:2])
-    assert generate_answers(target, ROWS, out, options(), progress=False) == 4
+    assert generate_answers(target, ROWS, out, options(), progress=False).written == 4
     assert set(by_prompt(read(out))) == set(PROMPTS)
 
 
@@ -201,8 +201,8 @@ def test_the_same_prompt_is_answered_once(target: TargetModel, tmp_path: Path) -
 def test_other_settings_are_other_answers(target: TargetModel, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     generated(target, out)
-    for changes in ({"temperature": 0.5}, {"max_new_tokens": 3}, {"seed": 9}):
-        assert generate_answers(target, ROWS, out, options(**changes), progress=False) == 6
+    for changes in ({"temperatures": (0.5,)}, {"max_new_tokens": 3}, {"seed": 9}):
+        assert generate_answers(target, ROWS, out, options(**changes), progress=False).written == 6
 
 
 def test_a_file_of_something_else_is_not_destroyed(target: TargetModel, tmp_path: Path) -> None:
@@ -229,6 +229,174 @@ def test_damage_in_the_middle_does_not_drop_what_follows(
     except ValueError as error:
         assert "out.jsonl" in str(error)
     assert set(whole[1:]) <= set(out.read_text().splitlines())
+
+
+# --- several turns
+
+TALKS = [
+    {"turns": ["one", "and two", "three?"]},
+    {"turns": ["hello there", "why"]},
+    {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "old"},
+            {"role": "user", "content": "b"},
+        ]
+    },
+]
+# Only the last message is shown as it is: a template that rewrites history.
+FORGETFUL = CHATML.replace("message['content']", "(message['content'] if loop.last else '-')")
+
+
+def turns_written(row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each turn, by the exact ids."""
+    if "answer_ids" in row:
+        return [(row["prompt_ids"], row["answer_ids"])]
+    return [
+        (one["ids"][:start], one["ids"][start:end])
+        for one in row["token_rows"]
+        for start, end in one["spans"]
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL], ids=["kept", "rewritten"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_turn_is_that_of_generate_with_the_new_history(
+    target: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    size: int,
+) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    found = generated(target, tmp_path / "out.jsonl", TALKS, batch_size=size)
+    assert len(found) == 4
+    for row in found:
+        talk, ids = row["messages"], turns_written(row)
+        assert len(ids) == len(row["written"]) == sum(m["role"] == "assistant" for m in talk)
+        for (prompt, answer), one in zip(ids, row["written"], strict=True):
+            assert prompt == encode_prompt(target.tokenizer, talk[: one["turn"]])
+            alone = target.model.generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=END
+            )
+            assert answer == alone[0, len(prompt) :].tolist()
+            assert one["finish"] == ("stop" if answer[-1] == END else "length")
+            assert one["tokens"] == len(answer)
+            text = target.tokenizer.decode(answer, skip_special_tokens=True)
+            assert talk[one["turn"]] == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "kept"), [(CHATML, True), (FORGETFUL, False)], ids=["kept", "rewritten"]
+)
+def test_a_rewritten_history_is_a_row_per_turn(
+    target: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    kept: bool,
+) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    for row in generated(target, tmp_path / "out.jsonl", TALKS):
+        turns = turns_written(row)
+        encoded = encode_rows_of(target.tokenizer, row)
+        assert len(encoded) == len(turns) if not kept else len(encoded) <= len(turns)
+        for one in encoded:
+            assert any(one.supervised) and not all(one.supervised)
+        written = sum(sum(one.supervised) for one in encoded)
+        assert written == sum(len(answer) for _, answer in turns)
+
+
+def test_turns_that_no_longer_fit_end_a_conversation(target: TargetModel, tmp_path: Path) -> None:
+    rows = [{"turns": ["hi", "long " * 30, "never asked"]}]
+    (row,) = generated(target, tmp_path / "out.jsonl", rows, max_prompt_tokens=60)
+    assert [m["content"] for m in row["messages"][::2]] == ["hi"]
+    assert len(row["answer_ids"]) == row["written"][0]["tokens"]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(
+    target: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refuses = "{% if messages[0].content == 'a' %}{{ raise_exception('not a') }}{% endif %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", refuses + CHATML)
+    answered = generate_answers(target, ROWS, tmp_path / "out.jsonl", options(), progress=False)
+    assert answered.written == 5
+    (failure,) = answered.failures
+    assert failure["prompt"] == "a" and "not a" in failure["reason"] and "not a" in caplog.text
+
+
+def test_a_mix_of_temperatures_answers_each_prompt_at_its_own(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"say {i}"} for i in range(12)]
+    greedy = by_prompt(generated(target, tmp_path / "greedy.jsonl", rows))
+    seen = []
+    original = answers._answer_batch
+
+    def watched(*args: Any) -> list[list[int]]:
+        seen.append((len(args[1]), args[3]))
+        return original(*args)
+
+    monkeypatch.setattr(answers, "_answer_batch", watched)
+    found = generated(target, tmp_path / "mix.jsonl", rows, temperatures=(0.0, 2.0))
+    for row in found:
+        same = row["answer_ids"] == greedy[row["messages"][0]["content"]]
+        assert same == (row["temperature"] == 0)
+    sizes = {t: sum(size for size, used in seen if used == t) for t in (0.0, 2.0)}
+    assert sizes == {t: sum(row["temperature"] == t for row in found) for t in (0.0, 2.0)}
+    assert min(sizes.values()) > 0
+
+
+# --- the form of an answer
+
+FORM = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "?", "close": "!", "content": "text"},
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+
+
+def test_thoughts_are_told_from_text_where_the_tokenizer_can(target: TargetModel) -> None:
+    tokenizer = tiny_target(layers=1).tokenizer
+    prompt = encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+    answer = tokenizer("?so!four<|im_end|>")["input_ids"]
+    plain = {"role": "assistant", "content": "?so!four"}
+    assert answers.read_message(tokenizer, prompt, answer, []) == plain
+    tokenizer.response_template = FORM
+    parsed = {"role": "assistant", "content": "four", "reasoning_content": "so"}
+    assert answers.read_message(tokenizer, prompt, answer, []) == parsed
+    tokenizer.response_template = {"fields": {"content": {"content": "nonsense"}}}
+    assert answers.read_message(tokenizer, prompt, answer, []) == plain
+
+
+# --- one run at a time
+
+
+def test_two_runs_do_not_write_to_one_file(target: TargetModel, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with AnswerFile(out), pytest.raises(ValueError, match="another run is writing to"):
+        generate_answers(target, ROWS, out, options(), progress=False)
+    assert len(generated(target, out)) == 6
+
+
+def test_answers_are_selected_by_prompt_options_and_target(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    made_by = generate_answers(target, ROWS, out, options(), progress=False).made_by
+    generate_answers(target, ROWS, out, options(seed=3), progress=False)
+    found = select_answers(ROWS[:2], out, options(), made_by)
+    assert {row["messages"][0]["content"] for row in found} == set(PROMPTS[:2])
+    assert len(found) == 2
+    with pytest.raises(ValueError, match="holds no answer to these prompts"):
+        select_answers(ROWS, out, options(), ["another target"])
 
 
 # --- prompts
@@ -273,9 +441,16 @@ def test_long_prompts_are_left_out(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"temperature": -0.1}, {"max_new_tokens": 0}, {"batch_size": 0}, {"max_prompt_tokens": 0}],
+    [
+        {"temperatures": (-0.1,)},
+        {"temperatures": ()},
+        {"temperatures": (1.0, 1.0)},
+        {"max_new_tokens": 0},
+        {"batch_size": 0},
+        {"max_prompt_tokens": 0},
+    ],
 )
 def test_options_out_of_range_are_refused(changes: dict) -> None:
     (name,) = changes
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name.removesuffix("s")):
         options(**changes)

@@ -268,7 +268,7 @@ def test_attention_in_two_parts_is_the_dense_one(
     monkeypatch: pytest.MonkeyPatch, kind: str, window: int | None, piece: int
 ) -> None:
     """In values and gradients, for every real row; all rows at once, or a few at a time."""
-    monkeypatch.setattr("training.objectives.block_attention.PIECE", piece)
+    monkeypatch.setattr("training.objectives.spans.ROWS", piece)
     fast, rule = attentions(window)[kind]
     count = fast._drafts.position.shape[1]
     g = torch.Generator().manual_seed(0)
@@ -367,11 +367,12 @@ def test_nobody_knows_a_surprise(family: str) -> None:
 def test_a_leak_of_the_root_s_features_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with them depth 1 is solved, which in decoding it could not be."""
 
-    def leaky(query: masks.Rows, key: masks.Rows) -> Tensor:
-        text = (key.block == masks.CONTEXT) & (key.position <= query.anchor)
-        return text | (key.block == query.block)
+    class Leaky(BlockAttention):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._spans = replace(self._spans, last=self._spans.last + 1)
 
-    monkeypatch.setattr(block_module, "block", leaky)
+    monkeypatch.setattr(block_module, "BlockAttention", Leaky)
     losses = train(toy_objective("dflash"), lambda g: feature_toy(4, 1, g), 250)
     assert losses[1] < STUCK / 2, losses
 

@@ -1,5 +1,7 @@
 """Supervised masks: exact, or the row is refused."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -9,12 +11,13 @@ from tests.tiny import CHARACTERS, CHATML, END, SPECIALS, START, UNK, tiny_token
 from training.chat import (
     MaskError,
     TokenizedRow,
-    check_messages,
     encode_messages,
     encode_prompt,
     encode_row,
+    encode_rows_of,
     require_chat_template,
 )
+from training.messages import check_messages, clean_messages, clean_tools, to_server
 
 CHATML_MARKED = (
     "{% for message in messages %}"
@@ -266,3 +269,189 @@ def test_refusal_of_the_template_itself_is_a_mask_error(
     with pytest.raises(MaskError, match="no system role here"):
         encode_row(tokenizer, {"messages": TALK})
     assert any(encode_row(tokenizer, {"messages": TALK[1:3]}).supervised)
+
+
+# --- conversations whose history the template rewrites, cut turns, tools
+
+# As thinking models' templates: a thought ("thinking=") stands in the last turn, not in history.
+THINKING = [
+    {"role": "user", "content": "one plus one"},
+    {"role": "assistant", "content": "thinking=two"},
+    {"role": "user", "content": "and one more"},
+    {"role": "assistant", "content": "so=three"},
+]
+FORGETS_MARKED = FORGETS_THOUGHTS.replace(
+    "content + '<|im_end|>' + '\n' }}",
+    "'' }}{% if message['role'] == 'assistant' %}{% generation %}{{ content + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+)
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.reasoning_content %}{{ 'hm ' + message.reasoning_content + '. ' }}{% endif %}"
+    "{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name + ' ' + call.function.arguments.a|string }}{% endfor %}"
+    "{{ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [FORGETS_THOUGHTS, FORGETS_MARKED], ids=["render", "markers"])
+def test_rewritten_history_makes_a_row_per_turn(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    """Each as the target saw it: its own thought is there, the earlier one is not."""
+    tokenizer.chat_template = template
+    rows = encode_rows_of(tokenizer, {"messages": THINKING})
+    assert [spans(tokenizer, row) for row in rows] == [["thinking=two" + END], ["so=three" + END]]
+    for row, turn in zip(rows, (1, 3), strict=True):
+        assert row.ids == rendered(tokenizer, THINKING[: turn + 1])
+        assert row.ids[: row.supervised.index(True)] == encode_prompt(tokenizer, THINKING[:turn])
+    assert "thinking" not in tokenizer.decode(rows[1].ids)
+    with pytest.raises(MaskError, match=r"rewrites history.* 2 rows"):
+        encode_row(tokenizer, {"messages": THINKING})
+
+
+@pytest.mark.parametrize("template", [FORGETS_THOUGHTS, FORGETS_MARKED, CHATML], ids=str)
+def test_a_history_that_stays_is_one_row(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer.chat_template = template
+    (row,) = encode_rows_of(tokenizer, {"messages": TALK})
+    assert spans(tokenizer, row) == ["two<|im_end|>", "three, I think<|im_end|>"]
+    assert row == encode_row(tokenizer, {"messages": TALK})
+
+
+def test_a_prompt_that_is_no_prefix_is_refused_in_every_turn(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """One row per turn is no way out where not even a turn alone is exact."""
+    tokenizer.chat_template = FORGETS_THOUGHTS.replace(
+        "assistant\n' }}{% endif %}", "assistant\nzz' }}{% endif %}"
+    )
+    with pytest.raises(MaskError, match="turn 1"):
+        encode_rows_of(tokenizer, {"messages": THINKING})
+
+
+def test_only_what_the_target_wrote_is_supervised(tokenizer: PreTrainedTokenizerFast) -> None:
+    for template in (CHATML, CHATML_MARKED):
+        tokenizer.chat_template = template
+        written = [{"turn": 4, "finish": "stop"}]
+        (row,) = encode_rows_of(tokenizer, {"messages": TALK, "written": written})
+        assert spans(tokenizer, row) == ["three, I think<|im_end|>"]
+        assert row.ids == rendered(tokenizer, TALK)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["rendering", "markers"])
+def test_the_end_of_a_cut_turn_is_not_supervised(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    """Also within a conversation: the end is there as context, but the target did not write it."""
+    tokenizer.chat_template = template
+    written = [{"turn": 2, "finish": "length"}, {"turn": 4, "finish": "stop"}]
+    (row,) = encode_rows_of(tokenizer, {"messages": TALK, "written": written})
+    assert row.ids == rendered(tokenizer, TALK)
+    assert spans(tokenizer, row) == ["two", "three, I think<|im_end|>"]
+    written = [{"turn": 2, "finish": "stop"}, {"turn": 4, "finish": "length"}]
+    (row,) = encode_rows_of(tokenizer, {"messages": TALK, "written": written})
+    assert spans(tokenizer, row) == ["two<|im_end|>", "three, I think"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("message['content'] + ", "message['content'] + '!' + "),
+        ("<|im_end|>' + '\n'", "' + '\n'"),
+    ],
+    ids=["text before the end", "no end token"],
+)
+def test_a_cut_turn_is_refused_where_its_end_is_not_known(
+    tokenizer: PreTrainedTokenizerFast, change: tuple[str, str]
+) -> None:
+    tokenizer.chat_template = CHATML.replace(*change)
+    assert tokenizer.chat_template != CHATML
+    cut = [{"turn": 1, "finish": "length"}]
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    assert encode_rows_of(tokenizer, row)
+    with pytest.raises(MaskError, match="turn 1 was cut short"):
+        encode_rows_of(tokenizer, row | {"written": cut})
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ([{"turn": 1, "finish": "stop"}], "message 1, which is no assistant"),
+        ([{"turn": 9, "finish": "stop"}], "message 9"),
+        ([{"turn": 2, "finish": "tired"}], "ends by 'tired'"),
+        ([], "no token of this row is supervised"),
+    ],
+    ids=str,
+)
+def test_a_wrong_list_of_written_turns_is_refused(
+    tokenizer: PreTrainedTokenizerFast, written: list, message: str
+) -> None:
+    with pytest.raises(MaskError, match=message):
+        encode_rows_of(tokenizer, {"messages": TALK, "written": written})
+
+
+def test_token_rows_are_taken_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    given = [{"ids": [5, 6, 7, 8], "spans": [[1, 2], [3, 4]]}, {"ids": [5, 9], "spans": [[1, 2]]}]
+    assert encode_rows_of(tokenizer, {"token_rows": given, "messages": TALK}) == [
+        TokenizedRow([5, 6, 7, 8], [False, True, False, True]),
+        TokenizedRow([5, 9], [False, True]),
+    ]
+    for spans_ in ([[1, 5]], [[3, 2]], [[-1, 2]]):
+        with pytest.raises(MaskError, match="outside the 4 tokens"):
+            encode_rows_of(tokenizer, {"token_rows": [{"ids": [5, 6, 7, 8], "spans": spans_}]})
+
+
+def test_tools_calls_and_thoughts_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = WITH_TOOLS
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    talk = [
+        {"role": "user", "content": "hi", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"},
+        {"role": "tool", "content": "9"},
+        {"role": "assistant", "content": "nine"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "description": None}}]
+    wanted = ["hm so. add 7<|im_end|>", "nine<|im_end|>"]
+    for given in (tools, json.dumps(tools)):
+        (row,) = encode_rows_of(tokenizer, {"messages": talk, "tools": given})
+        assert tokenizer.decode(row.ids).startswith("tool add\n<|im_start|>user\nhi<|im_end|>")
+        assert spans(tokenizer, row) == wanted
+    assert talk[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 7}', "left as it was"
+    prompt = encode_prompt(tokenizer, talk[:1], clean_tools(tools))
+    assert row.ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": TALK, "images": ["a.png"]}, "'images'"),
+        ({"messages": TALK, "audio": {"path": "a"}}, "'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": TALK, "tools": "{"}, "'tools' is not JSON"),
+        ({"messages": TALK, "tools": ["add"]}, "'tools' must be a list"),
+    ],
+    ids=str,
+)
+def test_what_is_not_text_is_refused_by_name(
+    tokenizer: PreTrainedTokenizerFast, row: dict, message: str
+) -> None:
+    with pytest.raises(MaskError, match=message):
+        encode_rows_of(tokenizer, row)
+
+
+def test_arguments_that_are_not_json_are_refused() -> None:
+    call = {"function": {"name": "f", "arguments": "{"}}
+    with pytest.raises(MaskError, match="message 0 calls a tool"):
+        clean_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_servers_get_arguments_as_text() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (sent,) = to_server([message])
+    assert sent["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    assert clean_messages([sent]) == [message]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_utils
+from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from drafters import Drafter, build_drafter, load_drafter
@@ -21,7 +23,10 @@ from training.checkpoint import (
     load_checkpoint,
     read_state,
     save_checkpoint,
+    step_of,
 )
+from training.engines import Engine
+from training.objectives import ObjectiveOptions, build_objective
 
 STATE = {"tokens": 123, "scheduler": {"last_epoch": 3}, "identity": {"run.seed": 1}}
 
@@ -33,27 +38,47 @@ def make_head(seed: int = 0, family: str = "medusa", **options: Any) -> Drafter:
     return drafter
 
 
-def make_optimizer(drafter: Drafter, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(drafter.parameters(), lr=lr, betas=(0.9, 0.95))
+def make_engine(drafter: Drafter, lr: float = 1e-2) -> Engine:
+    """One process, AdamW."""
+    objective = build_objective(drafter, ObjectiveOptions())
+    return Engine(
+        Accelerator(cpu=True),
+        objective,
+        lambda bare: [torch.optim.AdamW(bare.parameters(), lr=lr, betas=(0.9, 0.95))],
+        clip=0.0,
+    )
 
 
-def train(drafter: Drafter, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(engine: Engine, steps: range) -> None:
     """Steps on a made-up loss that needs nothing but the parameters."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         loss = sum(
-            (p * torch.randn(p.shape, generator=generator)).sum() for p in drafter.parameters()
+            (p * torch.randn(p.shape, generator=generator)).sum()
+            for p in engine.parameters.values()
         )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        engine.backward(loss, last=True)
+        engine.step()
+
+
+def save_all(out: Path, step: int, engine: Engine, keep: int = 9, **more: Any) -> Path:
+    state = STATE | more.pop("state", {})
+    return save_checkpoint(
+        out, step, engine.bare.drafter, engine.optimizer_state(), state, keep, **more
+    )
 
 
 def save(out: Path, step: int, keep: int = 9, **state: Any) -> Path:
-    drafter = make_head()
-    optimizer = make_optimizer(drafter)
-    train(drafter, optimizer, range(step))
-    return save_checkpoint(out, step, drafter, optimizer, STATE | state, keep)
+    engine = make_engine(make_head())
+    train(engine, range(step))
+    return save_all(out, step, engine, keep, state=state)
+
+
+def load(folder: Path, engine: Engine) -> dict[str, Any]:
+    found = load_checkpoint(folder)
+    engine.load_weights(found.raw)
+    engine.load_optimizer_state(found.optimizer)
+    return found.state
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -69,41 +94,48 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
 def test_round_trip_continues_bit_for_bit(tmp_path: Path, family: str) -> None:
-    """Weights, draft vocabulary, AdamW's moments and step counts: the next steps are the same."""
-    straight = make_head(family=family)
-    optimizer = make_optimizer(straight)
-    train(straight, optimizer, range(3))
-    folder = save_checkpoint(tmp_path, 3, straight, optimizer, STATE, keep=1)
-    resumed = make_head(seed=7, family=family)
-    resumed_optimizer = make_optimizer(resumed, lr=0.5)
-    assert not torch.equal(next(resumed.parameters()), next(straight.parameters()))
-    state = load_checkpoint(folder, resumed, resumed_optimizer)
+    """Weights, AdamW's moments and step counts: the next steps are the same."""
+    straight = make_engine(make_head(family=family))
+    train(straight, range(3))
+    folder = save_all(tmp_path, 3, straight, keep=1)
+    resumed = make_engine(make_head(seed=7, family=family))
+    first = next(iter(straight.parameters))
+    assert not torch.equal(resumed.parameters[first], straight.parameters[first])
+    state = load(folder, resumed)
     assert {key: state[key] for key in STATE} == STATE
     assert state["step"] == 3
-    train(straight, optimizer, range(3, 6))
-    train(resumed, resumed_optimizer, range(3, 6))
-    for (name, one), (_, other) in zip(
-        straight.state_dict().items(), resumed.state_dict().items(), strict=True
-    ):
-        assert torch.equal(one, other), name
-    one, other = optimizer.state_dict(), resumed_optimizer.state_dict()
-    assert json.dumps(one["param_groups"]) == json.dumps(other["param_groups"])
-    for index, values in one["state"].items():
-        for name, value in values.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][index][name]))
+    for engine in (straight, resumed):
+        train(engine, range(3, 6))
+    for name, value in straight.parameters.items():
+        assert torch.equal(value, resumed.parameters[name]), name
+    one, other = straight.optimizer_state(), resumed.optimizer_state()
+    assert one.keys() == other.keys() == straight.parameters.keys()
+    for name, values in one.items():
+        assert values.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in values.items():
+            assert torch.equal(value, other[name][key]), (name, key)
 
 
 def test_without_the_optimizer_s_state_it_would_not(tmp_path: Path) -> None:
     """Negative control of the test above."""
-    straight = make_head()
-    optimizer = make_optimizer(straight)
-    train(straight, optimizer, range(3))
-    resumed = make_head()
-    resumed.load_state_dict(straight.state_dict())
-    fresh = make_optimizer(resumed)
-    train(straight, optimizer, range(3, 6))
-    train(resumed, fresh, range(3, 6))
-    assert not torch.equal(next(straight.parameters()), next(resumed.parameters()))
+    straight, resumed = make_engine(make_head()), make_engine(make_head())
+    train(straight, range(3))
+    resumed.load_weights(load_checkpoint(save_all(tmp_path, 3, straight)).raw)
+    for engine in (straight, resumed):
+        train(engine, range(3, 6))
+    first = next(iter(straight.parameters))
+    assert not torch.equal(straight.parameters[first], resumed.parameters[first])
+
+
+def test_weights_beside_an_average(tmp_path: Path) -> None:
+    """``head/`` is what would be exported, and training goes on from its own weights."""
+    engine = make_engine(make_head())
+    train(engine, range(2))
+    raw = {name: value + 1 for name, value in engine.weights().items()}
+    found = load_checkpoint(save_all(tmp_path, 2, engine, weights=raw))
+    for name, value in engine.parameters.items():
+        assert torch.equal(found.weights[name], value)
+        assert torch.equal(found.raw[name], value + 1)
 
 
 def test_files_of_a_checkpoint(tmp_path: Path) -> None:
@@ -117,9 +149,9 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
         "trainer_state.json",
     }
     head = load_drafter(folder / "head", tiny_target(layers=3))
-    drafter = make_head()
-    train(drafter, make_optimizer(drafter), range(2))
-    assert torch.equal(next(head.parameters()), next(drafter.parameters()))
+    engine = make_engine(make_head())
+    train(engine, range(2))
+    assert torch.equal(next(head.parameters()), next(engine.bare.drafter.parameters()))
 
 
 # --- rotation and choice
@@ -169,6 +201,13 @@ def test_saving_over_what_a_kill_left_behind(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     assert "junk" not in snapshot(folder)
     assert not left.exists()
+
+
+def test_protected_checkpoints_outlive_the_rotation(tmp_path: Path) -> None:
+    engine = make_engine(make_head())
+    for step in range(1, 7):
+        save_all(tmp_path, step, engine, keep=2, protected=[2])
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [2, 5, 6]
 
 
 # --- full disk
@@ -223,18 +262,49 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def flip(path: Path) -> None:
+    """One bit of the last number, which no format would notice."""
+    content = bytearray(path.read_bytes())
+    content[-2 if path.suffix == ".safetensors" else 0] ^= 1
+    path.write_bytes(bytes(content))
+
+
 @pytest.mark.parametrize(
     "name", ["optimizer.safetensors", "head/model.safetensors", "trainer_state.json"]
 )
-@pytest.mark.parametrize("damage", [cut, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
 def test_damaged_checkpoint_is_named(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     folder = save(tmp_path, 1)
     damage(folder / name)
-    drafter = make_head()
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged .* delete it"):
-        load_checkpoint(folder, drafter, make_optimizer(drafter))
+        load_checkpoint(folder)
+
+
+def test_a_checkpoint_without_digests_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    state = read_state(folder)
+    del state["files"]
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"earlier version .* drafter\.init_from"):
+        load_checkpoint(folder)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """The operating system refuses to make a file as large as the optimizer's."""
+    kept = save(tmp_path, 1)
+    before = snapshot(tmp_path)
+    limit = (kept / "optimizer.safetensors").stat().st_size // 2
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write checkpoint .* untouched"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert snapshot(tmp_path) == before
+    assert save(tmp_path, 2).exists()
 
 
 @pytest.mark.parametrize(
@@ -250,9 +320,8 @@ def test_damaged_checkpoint_is_named(
 )
 def test_checkpoint_of_another_head_is_refused(tmp_path: Path, other: dict) -> None:
     folder = save(tmp_path, 1)
-    drafter = make_head(**other)
-    with pytest.raises(CheckpointError, match="different head"):
-        load_checkpoint(folder, drafter, make_optimizer(drafter))
+    with pytest.raises(ValueError, match="different head"):
+        load(folder, make_engine(make_head(**other)))
 
 
 def test_read_state(tmp_path: Path) -> None:

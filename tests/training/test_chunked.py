@@ -224,3 +224,19 @@ def test_a_piece_without_a_gradient_adds_its_value() -> None:
     value.backward()
     assert value.item() == pytest.approx(2 + matrix(rows[0]).sum().item(), rel=1e-12)
     assert rows[0].grad is not None
+
+
+def test_parameters_whose_gradients_are_one_tensor() -> None:
+    """Autograd hands the same, or an expanded, tensor to both terms of a sum."""
+    rows, _ = make()
+    one, other = (nn.Parameter(torch.zeros(D, dtype=torch.float64)) for _ in range(2))
+
+    def loss(chunk: slice, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Metrics]]:
+        yield ((one + other) * pieces[0].sum(0)).sum(), {}
+        yield one.sum() + 2 * other.sum(), {}
+
+    value, _ = chunked_sum(loss, rows[:1], [one, other], 3)
+    (3 * value).backward()
+    both = 3 * rows[0].detach().sum(0)
+    torch.testing.assert_close(one.grad, both + 3 * 4)
+    torch.testing.assert_close(other.grad, both + 3 * 8)

@@ -1,21 +1,12 @@
 """Packing, collation, and an order that depends on nothing but seed and step."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
 from training.chat import TokenizedRow
-from training.data import PackedDataset, collate, load_rows, pack
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave no trace in the user's cache of datasets."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+from training.data import PackedDataset, collate, draw_numbers
 
 
 def row(length: int, first: int = 0, prompt: int = 1) -> TokenizedRow:
@@ -24,10 +15,14 @@ def row(length: int, first: int = 0, prompt: int = 1) -> TokenizedRow:
 
 
 def dataset(
-    lengths: list[int], batch_size: int = 2, seed: int = 0, packed: bool = True
+    lengths: list[int],
+    batch_size: int = 2,
+    seed: int = 0,
+    packed: bool = True,
+    buckets: tuple[int, ...] = (),
 ) -> PackedDataset:
     rows = [row(length, 100 * number) for number, length in enumerate(lengths)]
-    return PackedDataset(rows, 10, batch_size, seed, packed)
+    return PackedDataset(rows, 10, batch_size, seed, packed, buckets)
 
 
 # --- packing
@@ -35,42 +30,6 @@ def dataset(
 
 def sizes(groups: list[list[TokenizedRow]]) -> list[list[int]]:
     return [[len(one.ids) for one in group] for group in groups]
-
-
-def test_rows_go_to_the_first_sequence_with_room() -> None:
-    assert sizes(pack([row(6), row(5), row(4), row(5), row(9)], 10)) == [[6, 4], [5, 5], [9]]
-
-
-def test_packing_loses_and_repeats_nothing() -> None:
-    lengths = torch.randint(2, 11, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [row(length, 100 * number) for number, length in enumerate(lengths)]
-    groups = pack(rows, 10)
-    packed = sorted(tuple(one.ids) for group in groups for one in group)
-    assert packed == sorted(tuple(one.ids) for one in rows)
-    assert all(sum(size) <= 10 for size in sizes(groups))
-    assert len(groups) < len(rows)
-
-
-def test_long_rows_are_cut_with_their_mask() -> None:
-    ((cut,),) = pack([row(15, prompt=8)], 10)
-    assert cut == TokenizedRow(list(range(10)), [False] * 8 + [True] * 2)
-
-
-def test_rows_left_with_nothing_supervised_are_dropped() -> None:
-    groups = pack([row(15, prompt=12), row(3)], 10)
-    assert sizes(groups) == [[3]]
-
-
-def test_nothing_left_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.max_length"):
-        pack([row(15, prompt=12)], 10)
-    with pytest.raises(ValueError, match="nothing to train on"):
-        pack([], 10)
-
-
-def test_unpacked_rows_stand_alone() -> None:
-    data = dataset([3, 4, 15, 2], packed=False)
-    assert sizes(data.groups) == [[3], [4], [10], [2]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -183,74 +142,115 @@ def test_counts() -> None:
     assert data.token_counts(9).tolist() == [0, 0, 1, 0, 0, 0, 2, 0, 0]
 
 
-# --- loading
+def test_many_rows_are_counted_as_few() -> None:
+    """Counting goes on in pieces."""
+    rows = [TokenizedRow([3] * 600_000, [True] * 600_000), TokenizedRow([3, 4] * 2, [True] * 4)] * 2
+    assert PackedDataset(rows, 600_000, 1).token_counts(5).tolist() == [0, 0, 0, 1_200_004, 4]
 
 
-ROWS = [{"prompt": "one", "category": "a"}, {"prompt": "two", "category": None}, {"prompt": "3"}]
+def test_documents_of_a_sequence_are_named() -> None:
+    """By their own numbers, or by their places."""
+    data = dataset([6, 5, 4, 5])
+    assert [data.rows_of(index) for index in range(2)] == [[0, 2], [1, 3]]
+    numbered = [TokenizedRow([1, 2], [False, True], number) for number in (7, 3)]
+    assert PackedDataset(numbered, 10, 1).rows_of(0) == [7, 3]
+    assert data.head(1) == data.groups[:1]
 
 
-def written(path: Path, kind: str) -> str:
-    path = path / kind
-    if kind == "rows.jsonl":
-        path.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
-    elif kind == "rows.json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "rows.parquet":
-        datasets.Dataset.from_list(ROWS).to_parquet(path)
-    elif kind == "folder":
-        datasets.Dataset.from_list(ROWS).save_to_disk(path)
-    else:
-        split = datasets.Dataset.from_list(ROWS)
-        datasets.DatasetDict({"train": split, "test": split.select([0])}).save_to_disk(path)
-    return str(path)
+def test_the_step_is_all_of_the_position() -> None:
+    data = dataset([10] * 4)
+    assert data.state() == {}
+    before = data.step_indices(3)
+    data.restore({})
+    assert data.step_indices(3) == before
 
 
-@pytest.mark.parametrize("kind", ["rows.jsonl", "rows.json", "rows.parquet", "folder", "splits"])
-def test_rows_are_read_from(tmp_path: Path, kind: str) -> None:
-    source = written(tmp_path, kind)
-    wanted = [{k: v for k, v in one.items() if v is not None} for one in ROWS]
-    assert load_rows(source) == wanted
-    assert load_rows(source, limit=2) == wanted[:2]
-    assert load_rows(source, limit=9) == wanted
-    if kind == "splits":
-        assert load_rows(source, split="test") == wanted[:1]
+def test_identity_tells_data_apart() -> None:
+    data, long = dataset([3, 9, 9]), dataset([3, 9, 9], buckets=(4, 10))
+    rows = [one for group in data.groups for one in group]
+    masked = [TokenizedRow(one.ids, [*one.supervised[:-1], False]) for one in rows]
+    other = PackedDataset(masked, 10, 2)
+    assert data.identity() == dataset([3, 9, 9]).identity()
+    assert len({str(one.identity()) for one in (data, long, other, dataset([3, 9]))}) == 4
 
 
-def test_conversations_keep_their_shape(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    path = tmp_path / "talk.jsonl"
-    path.write_text(json.dumps({"messages": talk, "answer_ids": [1, 2]}) + "\n")
-    assert load_rows(str(path)) == [{"messages": talk, "answer_ids": [1, 2]}]
+def test_draws_of_other_steps_and_seeds_are_others() -> None:
+    numbers = [n for seed in range(3) for step in range(5) for n in draw_numbers(seed, step, 4)]
+    assert len(set(numbers)) == 60
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("rows.jsonl", ""), ("rows.jsonl", "\n"), ("rows.json", "[]")]
-)
-def test_empty_files_are_refused(tmp_path: Path, name: str, content: str) -> None:
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match="is empty") as caught:
-        load_rows(str(path))
-    assert name in str(caught.value)
+# --- length buckets
+
+LENGTHS = [3] * 13 + [5] * 9 + [9] * 7 + [2] * 6 + [10]
+BUCKETS = (3, 6, 10)
 
 
-def test_empty_datasets_are_refused(tmp_path: Path) -> None:
-    nothing = datasets.Dataset.from_dict({"prompt": []})
-    nothing.save_to_disk(tmp_path / "folder")
-    nothing.to_parquet(tmp_path / "rows.parquet")
-    for name in ("folder", "rows.parquet"):
-        with pytest.raises(ValueError, match="is empty"):
-            load_rows(str(tmp_path / name))
-    with pytest.raises(ValueError, match="is empty"):
-        load_rows(written(tmp_path, "rows.jsonl"), limit=0)
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_sequences_of_a_step_are_padded_to_one_bucket(batch_size: int, epoch: int) -> None:
+    """The shortest that holds them all; and no longer than a step's worth sits in a longer one."""
+    data = dataset(LENGTHS, batch_size, packed=False, buckets=BUCKETS)
+    first, longer = epoch * data.steps_per_epoch, 0
+    for step in range(first, first + data.steps_per_epoch):
+        (batch,) = data.micro_batches(step, 0, 1, batch_size)
+        longest = max(LENGTHS[i] for i in data.step_indices(step))
+        width = batch.input_ids.shape[1]
+        assert width == data.step_length(step) == next(b for b in BUCKETS if b >= longest)
+        for ids, index in zip(batch.input_ids, batch.index.tolist(), strict=True):
+            assert ids[: LENGTHS[index]].tolist() == data.groups[index][0].ids
+            longer += width > next(b for b in BUCKETS if b >= LENGTHS[index])
+    assert longer <= (len(BUCKETS) - 1) * (batch_size - 1)
 
 
-def test_unreadable_sources_are_named(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"prompt": "one"}\n{"prompt": "tw')
-    empty = tmp_path / "no-dataset"
-    empty.mkdir()
-    for source in (str(broken), str(empty), str(tmp_path / "missing.jsonl"), "no/such-dataset"):
-        with pytest.raises(ValueError, match="data: cannot read") as caught:
-            load_rows(source)
-        assert Path(source).name in str(caught.value)
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+def test_buckets_leave_out_no_more_than_without_and_never_the_same(batch_size: int) -> None:
+    data = dataset(LENGTHS, batch_size, packed=False, buckets=BUCKETS)
+    assert data.steps_per_epoch == len(LENGTHS) // batch_size
+    missed = []
+    for epoch in range(40):
+        first = epoch * data.steps_per_epoch
+        steps = range(first, first + data.steps_per_epoch)
+        seen = [i for step in steps for i in data.step_indices(step)]
+        assert len(set(seen)) == len(seen) == data.steps_per_epoch * batch_size
+        missed.append(set(range(len(LENGTHS))) - set(seen))
+    assert not set.intersection(*missed)
+
+
+def test_steps_of_several_lengths_are_mixed() -> None:
+    data = dataset(LENGTHS, 2, packed=False, buckets=BUCKETS)
+    lengths = [data.step_length(step) for step in range(2 * data.steps_per_epoch)]
+    assert lengths != sorted(lengths)
+    assert lengths[: data.steps_per_epoch] != lengths[data.steps_per_epoch :]
+
+
+def test_small_sets_wrap_around_in_the_bucket_of_their_longest() -> None:
+    data = dataset([3, 5], 8, packed=False, buckets=BUCKETS)
+    assert data.steps_per_epoch == 1
+    assert sorted(data.step_indices(0)) == [0] * 4 + [1] * 4
+    assert data.step_length(0) == 6
+
+
+def test_buckets_of_packed_sequences() -> None:
+    """Packing fills sequences to the longest bucket; what is left of it is padded to its own."""
+    data = dataset([6, 4, 5, 5, 3], 1, buckets=BUCKETS)
+    assert sizes(data.groups) == [[6, 4], [5, 5], [3]]
+    assert sorted(data.step_length(step) for step in range(3)) == [3, 10, 10]
+
+
+def test_buckets_at_any_number_of_processes() -> None:
+    data = dataset(LENGTHS, 4, packed=False, buckets=BUCKETS)
+    for step in range(2 * data.steps_per_epoch):
+        (whole,) = data.micro_batches(step, 0, 1, 4)
+        shares = [b for rank in range(2) for b in data.micro_batches(step, rank, 2, 1)]
+        assert {b.input_ids.shape[1] for b in shares} == {whole.input_ids.shape[1]}
+        assert sorted(flat(shares)) == sorted(flat([whole]))
+        wanted = dict(zip(whole.draw.tolist(), whole.index.tolist(), strict=True))
+        assert {int(b.draw): int(b.index) for b in shares} == wanted
+
+
+def test_buckets_pad_less() -> None:
+    """38 tokens: padded to 8 x 10, or to 4 x 3 + 2 x 6 + 2 x 10."""
+    lengths = [3, 3, 3, 3, 6, 6, 9, 5]
+    assert dataset(lengths, 4, packed=False).padding == pytest.approx(1 - 38 / 80)
+    buckets = dataset(lengths, 2, packed=False, buckets=BUCKETS)
+    assert buckets.padding == pytest.approx(1 - 38 / (4 * 3 + 2 * 6 + 2 * 10))

@@ -1,5 +1,6 @@
 """The loop: gradients of the whole batch, exact resumption, and stops that lose nothing."""
 
+import errno
 import json
 import math
 import os
@@ -19,11 +20,12 @@ from torch import Tensor
 from drafters import build_drafter
 from recipes.train import main
 from tests.tiny import save_tiny_target, tiny_target
-from training import loop
+from training import checkpoint, signals
 from training.chat import TokenizedRow
-from training.checkpoint import list_checkpoints
+from training.checkpoint import CheckpointError, list_checkpoints
 from training.config import (
     DataOptions,
+    EvalOptions,
     OptimOptions,
     RunOptions,
     TargetOptions,
@@ -40,8 +42,9 @@ from training.drafter_options import (
     PEagleOptions,
 )
 from training.features import run_target
-from training.loop import Trainer, TrainingError, make_accelerator
+from training.loop import Trainer, TrainingError
 from training.objectives import ObjectiveOptions, build_objective
+from training.processes import make_accelerator
 
 VOCAB, LENGTH = 96, 12
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,12 +141,13 @@ def captured_gradients(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> dic
     """Gradients as the first optimizer step finds them."""
     found: dict[str, Tensor] = {}
 
-    def capture(self: Trainer) -> None:
+    def capture() -> Tensor:
         assert not found, "one optimizer step, however many micro-batches"
-        found.update((n, p.grad.clone()) for n, p in self.drafter.named_parameters())
-        self.optimizer.zero_grad()
+        found.update((n, p.grad.clone()) for n, p in trainer.drafter.named_parameters())
+        return torch.ones(())
 
-    monkeypatch.setattr(Trainer, "_optimizer_step", capture)
+    monkeypatch.setattr(trainer.engine, "gradient_norm", capture)
+    monkeypatch.setattr(trainer.engine, "step", trainer.engine.discard)
     trainer._train_step()
     return found
 
@@ -152,12 +156,12 @@ def whole_batch(trainer: Trainer) -> tuple[dict[str, Tensor], float]:
     """Gradient and value of (sum of losses) / (supervised tokens), all sequences at once."""
     (batch,) = trainer.dataset.micro_batches(0, 0, 1, trainer.run.batch_size)
     data = run_target(trainer.drafter.target, batch, trainer.drafter.feature_layers)
-    loss, _ = trainer.objective(data)
+    loss, _ = trainer.engine.module(data)
     loss = loss / batch.supervised.sum()
-    trainer.objective.zero_grad()
+    trainer.engine.module.zero_grad()
     loss.backward()
     found = {n: p.grad.clone() for n, p in trainer.drafter.named_parameters()}
-    trainer.objective.zero_grad()
+    trainer.engine.module.zero_grad()
     return found, loss.item()
 
 
@@ -183,7 +187,7 @@ def test_mean_of_micro_batch_means_is_another_gradient(tmp_path: Path) -> None:
     trainer = make_trainer(make_config(tmp_path, run={"batch_size": 4}))
     wanted, _ = whole_batch(trainer)
     for batch in trainer.dataset.micro_batches(0, 0, 1, 1):
-        loss, _ = trainer.objective(run_target(trainer.drafter.target, batch, ()))
+        loss, _ = trainer.engine.module(run_target(trainer.drafter.target, batch, ()))
         (loss / batch.supervised.sum() / 4).backward()
     name, parameter = next(trainer.drafter.named_parameters())
     assert (parameter.grad - wanted[name]).abs().max() > 1e-2 * wanted[name].abs().max()
@@ -209,14 +213,15 @@ def test_the_gradient_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for clip in (0.0, 1e-3):
         out = tmp_path / str(clip)
         trainer = make_trainer(make_config(out, optim={"clip": clip}))
-        step = trainer.optimizer.step
+        (stepper,) = trainer.engine._steppers
+        step = stepper.step
 
         def record(*args: Any, clip: float = clip, trainer: Trainer = trainer, step=step) -> Any:
             grads = [p.grad for p in trainer.drafter.parameters()]
             norms.setdefault(clip, torch.cat([g.flatten() for g in grads]).norm().item())
             return step(*args)
 
-        monkeypatch.setattr(trainer.optimizer, "step", record)
+        monkeypatch.setattr(stepper, "step", record)
         trainer._train_step()
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-3)
     assert norms[0.0] > 1e-2
@@ -255,26 +260,6 @@ def test_metrics_file(tmp_path: Path) -> None:
         assert 0 <= line["train/overlap_1"] <= 1
         assert line["train/grad_norm"] > 0
     assert found[0]["train/tokens"] < found[1]["train/tokens"] < found[2]["train/tokens"]
-
-
-def test_names_that_only_another_process_knows_are_reduced_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had something to draft where this one had not; both must hand on equally many numbers."""
-    trainer = make_trainer(make_config(tmp_path))
-    sent: list[Tensor] = []
-
-    def reduce(numbers: Tensor, reduction: str) -> Tensor:
-        sent.append(numbers)
-        return numbers
-
-    monkeypatch.setattr(trainer.accelerator, "reduce", reduce)
-    monkeypatch.setattr(loop, "gather_object", lambda own: [*own, "b_sum", "d_sum"])
-    trainer._add({"c_sum": torch.tensor(3.0), "b_sum": torch.tensor(2.0)})
-    assert trainer._totals() == {"b_sum": 2.0, "c_sum": 3.0, "d_sum": 0.0}
-    assert len(sent) == 1 and sent[0].dtype == torch.float64
-    trainer.sums = {}
-    assert trainer._totals() == {"b_sum": 0.0, "d_sum": 0.0}, "also a process that knows none"
 
 
 ONE_IS_SILENT = """
@@ -507,7 +492,7 @@ def test_changed_settings_are_refused(
         with pytest.raises(Crash):
             make_trainer(make_config(tmp_path)).train()
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(TrainingError, match=name):
+    with pytest.raises(ValueError, match=name):
         make_trainer(make_config(tmp_path, **CHANGES[name])).train()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     make_trainer(make_config(tmp_path)).train()  # the old settings still go on
@@ -518,7 +503,7 @@ def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         at_step(patch, 6, crash)
         with pytest.raises(Crash):
             make_trainer(make_config(tmp_path)).train()
-    with pytest.raises(TrainingError, match="sequences"):
+    with pytest.raises(ValueError, match="sequences"):
         make_trainer(make_config(tmp_path), make_rows(12)).train()
 
 
@@ -556,29 +541,36 @@ main(sys.argv[3:])
 """
 
 
-@pytest.mark.parametrize(("place", "step", "left"), [("step", 7, 6), ("save", 6, 3)])
-def test_kill_9_and_resume(tmp_path: Path, place: str, step: int, left: int) -> None:
-    """SIGKILL in the middle of a step and of a checkpoint; the loss sequence is bit-identical."""
-    target = save_tiny_target(tmp_path / "target", dtype=torch.float32, layers=3)
-    data = tmp_path / "rows.jsonl"
+def kill_arguments(folder: Path, **more: object) -> list[str]:
+    """A small run on a target and rows in ``folder``."""
+    target = save_tiny_target(folder / "target", dtype=torch.float32, layers=3)
+    data = folder / "rows.jsonl"
     with data.open("w") as file:
         for row in make_rows():
             cut = row.supervised.index(True)
             file.write(
                 json.dumps({"prompt_ids": row.ids[:cut], "answer_ids": row.ids[cut:]}) + "\n"
             )
-    args = [
-        f"--target.name={target}",
-        "--drafter.type=eagle3",
-        "--drafter.draft_vocab_size=40",
-        f"--data.train=[{data}]",
-        f"--data.max_length={LENGTH}",
-        "--run.steps=9",
-        "--run.save_every=3",
-        "--run.log_every=1",
-        "--run.batch_size=2",
-        "--run.parity=false",
-    ]
+    options = {
+        "target.name": target,
+        "drafter.type": "eagle3",
+        "drafter.draft_vocab_size": 40,
+        "data.train": f"[{data}]",
+        "data.max_length": LENGTH,
+        "run.steps": 9,
+        "run.save_every": 3,
+        "run.log_every": 1,
+        "run.batch_size": 2,
+        "run.parity": "false",
+        **more,
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.mark.parametrize(("place", "step", "left"), [("step", 7, 6), ("save", 6, 3)])
+def test_kill_9_and_resume(tmp_path: Path, place: str, step: int, left: int) -> None:
+    """SIGKILL in the middle of a step and of a checkpoint; the loss sequence is bit-identical."""
+    args = kill_arguments(tmp_path)
     main([*args, f"--run.out={tmp_path / 'straight'}"])
     resumed = [*args, f"--run.out={tmp_path / 'resumed'}"]
     killed = subprocess.run(
@@ -597,6 +589,29 @@ def test_kill_9_and_resume(tmp_path: Path, place: str, step: int, left: int) -> 
     for name in ("head/model.safetensors", "checkpoints/step-000009/optimizer.safetensors"):
         straight = (tmp_path / "straight" / name).read_bytes()
         assert (tmp_path / "resumed" / name).read_bytes() == straight
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
+    """Whatever was being computed or written: the losses are those of a run left alone."""
+    more = {"run.steps": 60, "run.save_every": 2, "optim.ema": 0.9}
+    args = kill_arguments(tmp_path, **more)
+    main([*args, f"--run.out={tmp_path / 'straight'}"])
+    killed = subprocess.run(
+        [sys.executable, "-m", "tests.training.kill_worker", "1", "10", str(tmp_path / "k"), *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert killed.returncode == 0, killed.stderr[-4000:]
+    steps = json.loads(killed.stdout.splitlines()[-1])
+    assert len(steps) == 10 and steps[-1] < 60, "every kill met a run that was under way"
+    assert lines(tmp_path / "k") == lines(tmp_path / "straight")
+    assert [line["step"] for line in lines(tmp_path / "k")] == list(range(1, 61))
+    one, other = (tmp_path / name / "head/model.safetensors" for name in ("k", "straight"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 # --- stops
@@ -624,12 +639,29 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 
+    monkeypatch.setattr(signals, "ONE_PRESS", -1.0)
     handler = signal.getsignal(signal.SIGINT)
     at_step(monkeypatch, 6, twice)
     with pytest.raises(KeyboardInterrupt):
         make_trainer(make_config(tmp_path)).train()
     assert signal.getsignal(signal.SIGINT) is handler
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_same_signal_from_several_senders_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A terminal, torchrun and Slurm each hand it to every process; the step is saved still."""
+
+    def thrice() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+
+    at_step(monkeypatch, 3, thrice)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 3"):
+        make_trainer(make_config(tmp_path, run={"save_every": 0})).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003"]
 
 
 def test_signal_in_the_last_step_finishes_the_run(
@@ -640,14 +672,21 @@ def test_signal_in_the_last_step_finishes_the_run(
     assert list_checkpoints(tmp_path)[-1].name == "step-000008"
 
 
+def poison_gradient(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, step: int) -> None:
+    """The loss of one step stays as it is, its gradient does not."""
+    forward, weight = trainer._forward, next(trainer.drafter.parameters())
+
+    def poisoned(batch: Any) -> Tensor:
+        return forward(batch) + ((weight.sum() * 0).sqrt() if trainer.step == step - 1 else 0)
+
+    monkeypatch.setattr(trainer, "_forward", poisoned)
+
+
 def test_gradient_that_is_not_finite_stops_before_the_weights_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_config(tmp_path))
-    forward = trainer._forward
-    monkeypatch.setattr(
-        trainer, "_forward", lambda b: forward(b) * (math.inf if trainer.step == 5 else 1)
-    )
+    poison_gradient(monkeypatch, trainer, step=6)
     with pytest.raises(TrainingError, match=r"gradient of step 6 is not finite.*optim\.lr"):
         trainer.train()
     assert all(value.isfinite().all() for value in weights(trainer).values())
@@ -716,3 +755,201 @@ def test_batch_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     run = RunOptions(out=str(tmp_path), batch_size=4, micro_batch_size=3)
     with pytest.raises(ValueError, match=r"run\.batch_size \(4\) must be a multiple"):
         make_accelerator(run, "cpu")
+
+
+# --- steps that are left out
+
+
+def test_a_bad_row_is_named_and_its_step_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four sequences a step, one of which poisons the loss: the step is left out, the row named."""
+    run = {"batch_size": 4, "micro_batch_size": 2, "on_nonfinite": "skip", "steps": 4}
+    trainer = make_trainer(make_config(tmp_path, run=run))
+    bad = trainer.dataset.step_indices(1)[2]
+    forward = trainer.features
+
+    def poisoned(batch: Any) -> Any:
+        data = forward(batch)
+        nan = torch.where(batch.index == bad, torch.nan, 0.0)[:, None, None]
+        return replace(data, last_hidden=data.last_hidden + nan)
+
+    monkeypatch.setattr(trainer, "features", poisoned)
+    trainer.train()
+    (row,) = trainer.dataset.rows_of(bad)
+    steps_with_it = [s for s in range(4) if bad in trainer.dataset.step_indices(s)]
+    assert trainer.nonfinite.skipped == len(steps_with_it)
+    assert f"skipped: the loss of step 2 is nan; it comes from data rows {row}" in caplog.text
+    assert all(value.isfinite().all() for value in weights(trainer).values())
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert "train/loss" not in found[1] and found[-1]["train/skipped_steps"] >= 1
+
+
+def test_a_bad_row_stops_the_run_by_its_number(tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(tmp_path))
+    bad = trainer.dataset.step_indices(2)[1]
+    forward = trainer.features
+
+    def poisoned(batch: Any) -> Any:
+        data = forward(batch)
+        nan = torch.where(batch.index == bad, torch.nan, 0.0)[:, None, None]
+        return replace(data, last_hidden=data.last_hidden + nan)
+
+    trainer.features = poisoned
+    (row,) = trainer.dataset.rows_of(bad)
+    with pytest.raises(TrainingError, match=rf"loss of step 3 is nan.*data rows {row}\. "):
+        trainer.train()
+
+
+def test_a_skipped_gradient_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and optimizer go on as if the step had not been, but for the learning rate."""
+    run = {"batch_size": 4, "micro_batch_size": 2, "on_nonfinite": "skip"}
+    trainer = make_trainer(make_config(tmp_path, run=run))
+    trainer._train_step()
+    before = weights(trainer)
+    with monkeypatch.context() as patch:
+        poison_gradient(patch, trainer, step=2)
+        trainer._train_step()
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in trainer.drafter.parameters())
+    assert trainer.step == 2 and trainer.nonfinite.skipped == 1
+    trainer._train_step()
+    assert trainer.nonfinite.skipped == 1
+
+
+def test_bad_steps_without_end_stop(tmp_path: Path) -> None:
+    run = {"on_nonfinite": "skip", "steps": 30}
+    trainer = make_trainer(make_config(tmp_path, run=run))
+    with torch.no_grad():
+        trainer.drafter.target.model.model.layers[1].mlp.down_proj.weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match="step 11"):
+        trainer.train()
+    assert trainer.nonfinite.skipped == 10
+
+
+# --- moving average, patience
+
+
+def test_the_average_is_what_is_evaluated_saved_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optim = {"ema": 0.7}
+    straight = make_trainer(make_config(tmp_path / "straight", optim=optim))
+    name = next(iter(straight.engine.parameters))
+    by_hand = straight.engine.parameters[name].detach().clone()
+    for _ in range(3):
+        straight._train_step()
+        by_hand = 0.7 * by_hand + 0.3 * straight.engine.parameters[name].detach()
+    head = straight.served()
+    found = dict(head.named_parameters())[name.removeprefix("drafter.")]
+    assert torch.allclose(found, by_hand, atol=1e-12)
+    assert not torch.allclose(found, straight.engine.parameters[name], atol=1e-6)
+
+    straight = make_trainer(make_config(tmp_path / "straight", optim=optim))
+    straight.train()
+    config = make_config(tmp_path / "resumed", optim=optim)
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(Crash):
+            make_trainer(config).train()
+    resumed = make_trainer(config)
+    resumed.train()
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "straight")
+    one, other = straight.served().state_dict(), resumed.served().state_dict()
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def curve(*lengths: float) -> Callable[[Any, int], dict[str, float]]:
+    """An evaluation that knows its results beforehand, by step from 1."""
+    return lambda head, step: {"acceptance_length": lengths[step - 1]}
+
+
+def test_patience_stops_and_exports_the_best(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"save_every": 0, "keep": 1})
+    config.evaluate = EvalOptions(prompts="p", every=1, patience=3, min_gain=0.05)
+    lengths = (1.0, 1.5, 1.4, 1.54, 1.3, 9.0, 9.0, 9.0)  # 1.54 is not better enough
+    trainer = make_trainer(config, evaluate=curve(*lengths))
+    kept: dict[int, dict[str, Tensor]] = {}
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda head, step: (
+        kept.update({step: weights(trainer)}) or evaluate(head, step)
+    )
+    assert trainer.train() == {"acceptance_length": 1.3}
+    assert trainer.step == 5, "1.4, 1.54 and 1.3 are three in a row"
+    assert trainer.history.best_step == 4
+    head = trainer.final_head().state_dict()
+    for name, value in kept[4].items():
+        assert torch.equal(head[name], value), name
+    assert not torch.equal(kept[4][name], kept[5][name])
+
+
+def test_the_best_checkpoint_outlives_the_rotation(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"save_every": 1, "keep": 2})
+    config.evaluate = EvalOptions(prompts="p", every=1)
+    make_trainer(config, evaluate=curve(1.0, 1.2, 1.6, 1.5, 1.4, 1.3, 1.2, 1.1)).train()
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step-000003", "step-000007", "step-000008"]
+
+
+def test_patience_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, run={"save_every": 2})
+    config.evaluate = EvalOptions(prompts="p", every=1, patience=4)
+    lengths = (1.0, 1.5, 1.4, 1.3, 1.2, 1.1, 9.0, 9.0)
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, crash)
+        with pytest.raises(Crash):
+            make_trainer(config, evaluate=curve(*lengths)).train()
+    trainer = make_trainer(config, evaluate=curve(*lengths))
+    trainer.train()
+    assert trainer.step == 6 and trainer.history.best_step == 2
+
+
+def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    config.evaluate = EvalOptions(prompts="p", every=4)
+
+    def dies(head: Any, step: int) -> dict[str, float]:
+        raise Crash
+
+    with pytest.raises(Crash):
+        make_trainer(config, evaluate=dies).train()
+    seen: list[int] = []
+    make_trainer(
+        config, evaluate=lambda head, step: seen.append(step) or {"acceptance_length": 1.0}
+    ).train()
+    assert seen == [4, 8]
+
+
+# --- full disks
+
+
+def test_a_read_only_folder_at_save_time_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of step 8 cannot be written: step 4 is still there, and the run goes on from it
+    once there is room.
+    """
+    make_trainer(make_config(tmp_path / "straight")).train()
+    config = make_config(tmp_path / "full")
+    sync = checkpoint._sync
+
+    def full(path: Path) -> None:
+        if "step-000008" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_sync", full)
+        with pytest.raises(
+            CheckpointError, match=r"No space left.*Earlier checkpoints are untouched"
+        ):
+            make_trainer(config).train()
+    assert [p.name for p in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000004"]
+    make_trainer(config).train()
+    assert lines(tmp_path / "full") == lines(tmp_path / "straight")

@@ -12,7 +12,6 @@ from training.masks import (
     causal,
     causal_block,
     causal_mask,
-    in_window,
     join,
     parallel,
     rollout_rows,
@@ -278,9 +277,3 @@ def test_blocks_of_packed_sequences_are_their_own() -> None:
     text, drafts = sequence_rows(documents), block_rows(documents, torch.tensor([[1], [2]]), 1)
     mask = build_mask(drafts, text, block)
     assert mask.tolist() == [[[True, False, False]], [[False, True, False]]]
-
-
-def test_in_window_counts_from_where_queries_have_moved() -> None:
-    rows = sequence_rows(torch.tensor([[0, 0, 0]]))
-    assert in_window(rows, rows, 2)[0].tolist() == drawn("1 1 1\n1 1 1\n. 1 1")
-    assert in_window(rows, rows, 2, ahead=1)[0].tolist() == drawn("1 1 1\n. 1 1\n. . 1")

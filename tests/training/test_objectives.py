@@ -439,7 +439,7 @@ def test_memory_does_not_grow_with_the_number_of_drafts(target: TargetModel, fam
             objective(data)
         peaks[depths, chunk] = counted.peak
     assert 0 < peaks[5, 4] <= peaks[1, 4]
-    assert peaks[5, 0] > 1.5 * peaks[1, 0], "negative control"
+    assert peaks[5, 0] > 1.3 * peaks[1, 0], "negative control: depths share the laws, not more"
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])

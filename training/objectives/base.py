@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter
+from drafters.layers import Recomputed
 from drafters.vocab import draft_index
 from training import losses
 from training.alignment import Labels, draft_rows, supervised_labels
@@ -56,6 +57,7 @@ class Objective(nn.Module, ABC):
 
     Attributes:
         progress: part of training done, in [0, 1]; the loop sets it, the loss schedule reads it.
+        arithmetic: dtype that matrix products are cast to (autocast); None casts nothing.
     """
 
     def __init__(self, drafter: Drafter, options: ObjectiveOptions) -> None:
@@ -67,6 +69,27 @@ class Objective(nn.Module, ABC):
         assert self.options.decay is not None
         self.depth_weights = losses.head_weights(self.depths, self.options.decay)
         self.progress = 0.0
+        self.arithmetic: torch.dtype | None = None
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the insides of the head's layers are computed again in the backward pass, which
+        keeps less memory and changes no value.
+        """
+        return any(module.recompute for module in self._layers())
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, value: bool) -> None:
+        if value and not self._layers():
+            raise ValueError(
+                "run.activation_checkpointing has no effect on a head of the target's own layers "
+                "(drafter.init_from=native): drop it"
+            )
+        for module in self._layers():
+            module.recompute = value
+
+    def _layers(self) -> list[Recomputed]:
+        return [module for module in self.drafter.modules() if isinstance(module, Recomputed)]
 
     def _depths(self, asked: int | None) -> int:
         """K; ``asked`` is ``options.steps`` before defaults."""
@@ -106,10 +129,19 @@ class Objective(nn.Module, ABC):
         modules = [m for m in (drafter.confidence, *drafter.output_modules()) if m is not None]
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def forward(self, data: TargetBatch) -> tuple[Tensor, Metrics]:
-        """Summed loss and metric sums of one micro-batch."""
-        drafts = self.drafts(data)
-        if drafts is None:  # all parameters stay in the graph, for data parallelism
+    def forward(self, data: TargetBatch | None) -> tuple[Tensor, Metrics]:
+        """Summed loss and metric sums of one micro-batch; nothing is worth 0.
+
+        The prepared module casts by itself, so that every engine computes in ``arithmetic``.
+        """
+        device = self.drafter.target.device
+        cast = self.arithmetic is not None
+        with torch.autocast(device.type, dtype=self.arithmetic, enabled=cast):
+            return self._loss(data)
+
+    def _loss(self, data: TargetBatch | None) -> tuple[Tensor, Metrics]:
+        drafts = None if data is None else self.drafts(data)
+        if data is None or drafts is None:  # all parameters stay in the graph
             every = [p for p in self.parameters() if p.requires_grad]
             return torch.stack([p.sum() for p in every]).sum() * 0, {}
         weights, slopes, offset, metrics = self._weigh(drafts, data)
@@ -233,10 +265,12 @@ class Objective(nn.Module, ABC):
         if slope is not None:
             alpha = losses.overlap(losses.log_softmax(logits).exp(), teacher.p)
             total = total + self.mix()["expected_length"] * (slope * alpha).sum()
-        sums, labels = self._metrics(logits, teacher, mask, depth)
+        sums, agree = self._metrics(logits, teacher, mask, depth)
         sums[f"loss_{depth}_sum"] = value.detach().sum()
         if self.drafter.confidence is not None:
-            label = labels[self.drafter.config.confidence_rule]
+            config = self.drafter.config
+            at, rule = config.confidence_at, config.confidence_rule
+            label = losses.acceptance_labels(logits.detach(), teacher.tempered, agree, at)[rule]
             error = losses.confidence_bce(self.drafter.confidence(rows), label)
             weighted = torch.where(mask, error, 0.0).sum()
             share = self.depth_weights[depth] * (self.options.confidence_weight or 0.0)
@@ -255,6 +289,9 @@ class Objective(nn.Module, ABC):
                 counts = mask & (teacher.label >= 0)
             elif name == "smooth_l1":
                 value, counts = losses.feature_regression(rows, teacher.hidden), mask
+            elif name == "kl":  # its constant part once, not for every depth
+                cross = losses.cross_entropy_of_laws(logits, teacher.inside)
+                value, counts = cross - teacher.entropy, mask & teacher.known
             else:
                 value = losses.distillation(name, logits, teacher.p, self.options.top)
                 counts = mask & teacher.known
@@ -316,13 +353,11 @@ class Objective(nn.Module, ABC):
     @torch.no_grad()
     def _metrics(
         self, logits: Tensor, teacher: Teacher, mask: Tensor, depth: int
-    ) -> tuple[Metrics, dict[str, Tensor]]:
-        """Sums per depth, and the three acceptance labels (c,) of each row by rule."""
-        at = self.drafter.config.confidence_at
+    ) -> tuple[Metrics, Tensor]:
+        """Sums per depth, and (c,) whether the head's best token is the target's in each row."""
         q = logits.softmax(-1, dtype=teacher.p.dtype)
         agree = self.drafter.to_target_ids(logits.argmax(-1)) == teacher.best
         overlap = losses.overlap(q, teacher.p)
-        labels = losses.acceptance_labels(logits, teacher.tempered, agree, at)
         count = mask.sum()
         return {
             f"accuracy_{depth}_sum": (agree & mask).sum(),
@@ -331,7 +366,7 @@ class Objective(nn.Module, ABC):
             f"overlap_{depth}_count": count,
             f"loss_{depth}_count": count,
             f"confidence_{depth}_count": count,
-        }, labels
+        }, agree
 
 
 class AlignedObjective(Objective):

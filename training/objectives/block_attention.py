@@ -1,8 +1,8 @@
 """Attention of draft rows over the text and over their own block or rollout, in two parts.
 
 Draft rows are many times the text's length, but each of them sees only text and the few rows it is
-drafted together with. So the scores are (Q, T) for the text plus (Q, g) for those, under one
-softmax, never (T+Q)², and of the former only a piece of Q is alive at a time. The rules of
+drafted together with. So the scores are (Q, T) for the text, of which only a piece of Q is alive at
+a time (``spans``), plus (Q, g) for those, under one softmax, never (T+Q)². The rules of
 ``training.masks`` over all pairs of rows are the definition.
 
 Legend: B batch, T sequence, Q draft rows, A blocks, g rows per block, H query heads, Hkv key/value
@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from drafters.layers import repeat_heads
 from training.masks import (
@@ -23,38 +21,18 @@ from training.masks import (
     Rule,
     block_rows,
     build_mask,
-    causal,
     parallel,
     rollout_rows,
     sequence_rows,
     windowed,
 )
-
-PIECE = 1024
-"""Draft rows whose scores on the text are alive at once; those of more rows are computed again in
-the backward pass."""
-
-
-def _two_parts(
-    q: Tensor, keys: Tensor, values: Tensor, near: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One softmax over text and fellow rows.
-
-    Args:
-        q: (B, H, n, d).
-        keys, values: (B, H, T, d) of the text.
-        near: (B, H, n, g) scaled and masked scores on fellow rows.
-        mask: (B, 1, n, T) bool, which text each row sees.
-
-    Returns:
-        The text's part of the output (B, H, n, d), and the weights (B, H, n, g) of fellow rows.
-    """
-    far = (q @ keys.transpose(-1, -2)) * q.shape[-1] ** -0.5  # (B, H, n, T)
-    far = far.masked_fill(~mask, float("-inf"))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    weights = torch.cat((far, near), dim=-1).softmax(-1, dtype=wide).to(values.dtype)
-    length = keys.shape[2]
-    return weights[..., :length] @ values, weights[..., length:]
+from training.objectives.spans import (
+    Spans,
+    attend_text,
+    attend_text_and,
+    causal_spans,
+    document_starts,
+)
 
 
 class DraftAttention(ABC):
@@ -67,15 +45,20 @@ class DraftAttention(ABC):
         text: attributes of the text's rows (B, T).
         drafts: attributes of the draft rows (B, Q).
         rule: who sees whom.
+        until: (B, Q) the column behind the last one of the text that each draft row sees.
         windows: sliding window of each layer, or None.
     """
 
-    def __init__(self, text: Rows, drafts: Rows, rule: Rule, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, text: Rows, drafts: Rows, rule: Rule, until: Tensor, windows: Sequence[int | None]
+    ) -> None:
         self._text, self._drafts = text, drafts
-        self._rules = [windowed(rule, window) for window in windows]
-        self._windows = list(windows)
+        self._rule, self._windows = rule, list(windows)
+        self._causal = causal_spans(text.document)
+        starts = document_starts(text.document).gather(1, (until - 1).clamp_min(0))
+        self._spans = Spans(starts, torch.where(drafts.document >= 0, until, 0))
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[str, int | None], Tensor] = {}
+        self._known: dict[int | None, tuple[Spans, Spans, Tensor]] = {}
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keep the text's keys and values (B, Hkv, T, d) of a layer."""
@@ -84,43 +67,30 @@ class DraftAttention(ABC):
     def text(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """An ``Attend`` of the text's own rows: causal within each document."""
         self.store(layer, k, v)
-        groups = q.shape[1] // k.shape[1]
-        mask = self._mask("causal", layer)[:, None]
-        return F.scaled_dot_product_attention(
-            q, repeat_heads(k, groups), repeat_heads(v, groups), attn_mask=mask
-        )
+        return attend_text(q, k, v, self._seen(layer)[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, Q, d) queries, (B, Hkv, Q, d) keys and values of draft rows -> (B, H, Q, d)."""
         groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-        keys, values = (repeat_heads(x, groups) for x in self._stored[layer])
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+        _, spans, mask = self._seen(layer)
         near = self._scores(q, k) * scale  # (B, H, Q, g)
-        near = near.masked_fill(~self._mask("own", layer)[:, None], float("-inf"))
-        mask = self._mask("text", layer)[:, None]  # (B, 1, Q, T)
-        parts = []
-        for rows in torch.arange(q.shape[2], device=q.device).split(PIECE):
-            piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            inputs = (q[:, :, piece], keys, values, near[:, :, piece], mask[:, :, piece])
-            if torch.is_grad_enabled() and q.shape[2] > PIECE:
-                parts.append(checkpoint(_two_parts, *inputs, use_reentrant=False))
-            else:
-                parts.append(_two_parts(*inputs))
-        outs, weights = (torch.cat(found, dim=2) for found in zip(*parts, strict=True))
-        return outs + self._values(weights, v)
+        near = near.masked_fill(~mask[:, None], float("-inf"))
+        out, weights = attend_text_and(q, *self._stored[layer], near, spans)
+        return out + self._values(weights, v)
 
-    def _mask(self, kind: str, layer: int) -> Tensor:
-        """(B, rows, keys) bool, made once for all layers of the same window."""
+    def _seen(self, layer: int) -> tuple[Spans, Spans, Tensor]:
+        """What text rows see, what draft rows see of the text, and the mask of :meth:`_own_mask`;
+        made once for all layers of the same window.
+        """
         window = self._windows[layer]
-        if (kind, window) not in self._masks:
-            if kind == "causal":
-                found = build_mask(self._text, self._text, windowed(causal, window))
-            elif kind == "text":
-                found = build_mask(self._drafts, self._text, self._rules[layer])
-            else:
-                found = self._own_mask(self._rules[layer])
-            self._masks[kind, window] = found
-        return self._masks[kind, window]
+        if window not in self._known:
+            self._known[window] = (
+                self._causal.within(self._text.position, window),
+                self._spans.within(self._drafts.position, window),
+                self._own_mask(windowed(self._rule, window)),
+            )
+        return self._known[window]
 
     @abstractmethod
     def _own_mask(self, rule: Rule) -> Tensor:
@@ -155,7 +125,7 @@ class BlockAttention(DraftAttention):
         windows: Sequence[int | None],
     ) -> None:
         drafts = block_rows(document_ids, roots, size)
-        super().__init__(sequence_rows(document_ids), drafts, rule, windows)
+        super().__init__(sequence_rows(document_ids), drafts, rule, drafts.anchor, windows)
         self._size = size
 
     def _own_mask(self, rule: Rule) -> Tensor:
@@ -208,7 +178,8 @@ class RolloutAttention(DraftAttention):
         counts = torch.tensor(reach, device=device)
         depth = torch.arange(1, len(reach) + 1, device=device).repeat_interleave(counts)
         drafts = rollout_rows(document_ids, anchors[:, rollout], depth)
-        super().__init__(sequence_rows(document_ids), drafts, parallel, windows)
+        until = drafts.anchor + 1
+        super().__init__(sequence_rows(document_ids), drafts, parallel, until, windows)
         starts = counts.cumsum(0) - counts  # of each depth
         self.rollout, self.depth = rollout, depth
         """(Q,) which rollout each row belongs to, and its depth there, from 1."""

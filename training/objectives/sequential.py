@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from drafters.base import SequentialDrafter
-from drafters.layers import repeat_heads
 from training.alignment import shifted_tokens
 from training.data import Batch
 from training.draws import uniform_rows
 from training.features import TargetBatch
-from training.masks import causal_mask, in_window, sequence_rows
 from training.objectives.base import AlignedObjective
+from training.objectives.spans import Spans, attend_text, attend_text_and, causal_spans
 
 
 class StepAttention:
@@ -24,10 +22,10 @@ class StepAttention:
 
     The first call of a layer is causal within each document. In its i-th further call, row t
     attends to the first call's keys of rows <= t of its document and to the keys of row t of the
-    calls since. The scores are T x T plus i diagonals, never (T·steps)²; ``masks.unrolled_mask`` is
-    the definition. HASS's attention over true and predicted features (arXiv:2408.15766) is the
-    same one, counted from the row that drafts. A layer that is called once, such as each of MTP's
-    separate modules, is plainly causal.
+    calls since. The scores are those on the text, a piece of the rows at a time, plus i diagonals,
+    never (T·steps)²; ``masks.unrolled_mask`` is the definition. HASS's attention over true and
+    predicted features (arXiv:2408.15766) is the same one, counted from the row that drafts. A layer
+    that is called once, such as each of MTP's separate modules, is plainly causal.
 
     Args:
         document_ids: (B, T).
@@ -36,42 +34,36 @@ class StepAttention:
     """
 
     def __init__(self, document_ids: Tensor, windows: Sequence[int | None]) -> None:
-        self._rows = sequence_rows(document_ids)
-        self._causal = causal_mask(document_ids)
+        self._causal = causal_spans(document_ids)
         self._windows = list(windows)
         self._keys: list[list[Tensor]] = [[] for _ in windows]
         self._values: list[list[Tensor]] = [[] for _ in windows]
+        self._known: dict[tuple[int | None, int], Spans] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, T, d) queries, (B, Hkv, T, d) keys and values of this step -> (B, H, T, d)."""
-        groups = q.shape[1] // k.shape[1]
         keys, values = self._keys[layer], self._values[layer]
-        keys.append(repeat_heads(k, groups))
-        values.append(repeat_heads(v, groups))
-        steps = len(keys) - 1
-        mask = self._mask(layer, steps)
-        if not steps:
-            return F.scaled_dot_product_attention(q, keys[0], values[0], attn_mask=mask)
-        scale = q.shape[-1] ** -0.5
-        context = (q @ keys[0].transpose(-1, -2)) * scale  # (B, H, T, T)
-        context = context.masked_fill(~mask, float("-inf"))
-        own = torch.stack([(q * key).sum(-1) for key in keys[1:]], dim=-1) * scale  # (B, H, T, i)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weights = (
-            torch.cat((context, own.to(context.dtype)), dim=-1).softmax(-1, dtype=wide).to(v.dtype)
-        )
-        length = keys[0].shape[2]
-        out = weights[..., :length] @ values[0]
-        for step, value in enumerate(values[1:]):
-            out = out + weights[..., length + step, None] * value
-        return out
+        keys.append(k)
+        values.append(v)
+        spans = self._spans(layer, len(keys) - 1)
+        if len(keys) == 1:
+            return attend_text(q, k, v, spans)
+        grouped = q.unflatten(1, (k.shape[1], -1))  # (B, Hkv, H/Hkv, T, d)
+        own = [(grouped * key[:, :, None]).sum(-1) for key in keys[1:]]
+        near = torch.stack(own, dim=-1).flatten(1, 2) * q.shape[-1] ** -0.5  # (B, H, T, i)
+        out, weights = attend_text_and(q, keys[0], values[0], near, spans)
+        shares = weights.to(v.dtype).unflatten(1, (k.shape[1], -1)).unsqueeze(-2)
+        added = [shares[..., i] * value[:, :, None] for i, value in enumerate(values[1:])]
+        return out + torch.stack(added).sum(0).flatten(1, 2)
 
-    def _mask(self, layer: int, steps: int) -> Tensor:
-        """(B, 1, T, T) which first-call keys the rows of the present call see."""
+    def _spans(self, layer: int, step: int) -> Spans:
+        """Which first-call keys the rows of a step see."""
         window = self._windows[layer]
-        if window is None:
-            return self._causal[:, None]
-        return (self._causal & in_window(self._rows, self._rows, window, ahead=steps))[:, None]
+        place = (window, 0 if window is None else step)
+        if place not in self._known:
+            position = self._causal.last - 1 + step
+            self._known[place] = self._causal.within(position, window)
+        return self._known[place]
 
 
 class UnrolledObjective(AlignedObjective):
@@ -136,5 +128,6 @@ class UnrolledObjective(AlignedObjective):
 
 def document_lengths(batch: Batch) -> Tensor:
     """(B, T) how many tokens the document of each row has in this sequence."""
-    same = batch.document_ids[:, :, None] == batch.document_ids[:, None, :]
-    return same.sum(-1)
+    number = batch.document_ids + 1  # 0 is padding
+    counts = number.new_zeros(len(number), number.shape[1] + 1)
+    return counts.scatter_add(1, number, torch.ones_like(number)).gather(1, number)

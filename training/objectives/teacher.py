@@ -4,8 +4,11 @@ Legend: m drafts, u rows of the target, D hidden, Vd draft vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
+
+from training import losses
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ class Teacher:
     hidden: Tensor
     known: Tensor
     tempered: Tensor
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """(m, Vd) ``p`` scaled to sum 1; made once where depths share a teacher."""
+        return losses.renormalised(self.p)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """(m,) that of ``inside``."""
+        return losses.entropy(self.inside)
 
 
 @dataclass(frozen=True)
