@@ -29,6 +29,7 @@ from recipes import plan
 from recipes.checks import check_before_training
 from recipes.evaluating import make_evaluate
 from recipes.heads import make_drafter
+from recipes.memory import check_memory, launched
 from recipes.rows import make_data
 from training.config import TrainConfig, parse_config, save_config
 from training.features import Features
@@ -80,7 +81,9 @@ def train(
         features: hidden states shared with other runs on the same data.
     """
     out, run = Path(config.run.out), config.run
-    target = target or load_target(config, accelerator)
+    if target is None:
+        warn_of_memory(config, accelerator)
+        target = load_target(config, accelerator)
     rank, world = accelerator.process_index, accelerator.num_processes
     evaluate = make_evaluate(config, target, rank, world)
     dataset, stored = make_data(config, target, accelerator)
@@ -155,6 +158,19 @@ def claim(out: Path, main_process: bool) -> Iterator[None]:
                 f"run.out: another run is writing to {out}; wait for its end or name another folder"
             ) from error
         yield
+
+
+def warn_of_memory(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Predict the peak before anything is loaded.
+
+    Raises:
+        DoesNotFit: this device can never hold the run.
+    """
+    on_cpu = config.target.device == "cpu"
+    device = torch.device("cpu") if on_cpu else accelerator.device
+    warning = check_memory(config, device, accelerator.num_processes, launched()[1])
+    if warning is not None:
+        logger.warning("memory: %s", warning)
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
