@@ -57,6 +57,7 @@ def load_pretrained(
     attn_implementation: str | None = None,
     device_map: DeviceMap | None = None,
     parallel: str = "none",
+    reserve_gb: float = 0.0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, placed; see ``TargetModel.load``.
 
@@ -76,7 +77,7 @@ def load_pretrained(
             dtype=dtype,
             attn_implementation=attn_implementation,
             output_loading_info=True,
-            **loading_options(config, dtype, device, device_map, parallel),
+            **loading_options(config, dtype, device, device_map, parallel, reserve_gb),
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
     except PlacementError:
@@ -106,6 +107,7 @@ def loading_options(
     device: torch.device,
     device_map: DeviceMap | None,
     parallel: str,
+    reserve_gb: float = 0.0,
 ) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for a placement.
 
@@ -118,6 +120,7 @@ def loading_options(
         device: for a target in one piece.
         device_map: see ``DeviceMap``.
         parallel: none, tensor or shard.
+        reserve_gb: what ``device_map`` leaves free on the first device.
 
     Raises:
         PlacementError: the number of processes does not fit, or the target cannot be cut so.
@@ -130,7 +133,7 @@ def loading_options(
                 "set target.parallel to tensor or shard"
             )
         if isinstance(device_map, str):
-            device_map = spread(config, dtype, device_map)
+            device_map = spread(config, dtype, device_map, int(reserve_gb * 1e9))
         return {"device_map": device_map}
     if parallel == "none":
         return {} if device.type == "cpu" else {"device_map": {"": device}}
@@ -151,7 +154,9 @@ def loading_options(
     return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes)}
 
 
-def spread(config: PreTrainedConfig, dtype: torch.dtype, how: str) -> dict[str, Any]:
+def spread(
+    config: PreTrainedConfig, dtype: torch.dtype, how: str, reserve: int = 0
+) -> dict[str, Any]:
     """A device for every decoder layer; the first device for all the rest, where the head is.
 
     Args:
@@ -159,6 +164,7 @@ def spread(config: PreTrainedConfig, dtype: torch.dtype, how: str) -> dict[str, 
         dtype: of the weights.
         how: auto and balanced share the layers out evenly, balanced_low_0 gives the first device
             only what the others have no room for, sequential fills one device after another.
+        reserve: bytes of the first device to leave free.
 
     Returns:
         A device map of ``from_pretrained``.
@@ -172,7 +178,7 @@ def spread(config: PreTrainedConfig, dtype: torch.dtype, how: str) -> dict[str, 
     memory = get_max_memory()
     first = next(iter(memory))
     sizes = {key: model.get_parameter(key).nbytes for key in outside}
-    memory[first] = max(0, memory[first] - sum(sizes.values()))
+    memory[first] = max(0, memory[first] - sum(sizes.values()) - reserve)
     kinds = sorted({type(layer).__name__ for layer in layers})
     if how != "sequential":
         low = how == "balanced_low_0"

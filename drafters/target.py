@@ -84,6 +84,7 @@ class TargetModel:
         attn_implementation: str | None = None,
         device_map: DeviceMap | None = None,
         parallel: str = "none",
+        reserve_gb: float = 0.0,
     ) -> "TargetModel":
         """Load a target and its tokenizer from a hub id or a local folder.
 
@@ -95,6 +96,7 @@ class TargetModel:
                 trees. None: "sdpa" where the model has it (Gemma 2 and gpt-oss do not).
             device_map: spread it over the devices of this machine ("auto", "balanced",
                 "balanced_low_0", "sequential", or a device for each module); one process.
+            reserve_gb: memory of the first device that ``device_map`` leaves free.
             parallel: "tensor": all processes hold one copy together and run every forward together.
                 "shard": it stays on the CPU until :func:`~drafters.placement.shard_target`.
 
@@ -103,7 +105,7 @@ class TargetModel:
                 check.
         """
         model, tokenizer = load_pretrained(
-            name, dtype, torch.device(device), attn_implementation, device_map, parallel
+            name, dtype, torch.device(device), attn_implementation, device_map, parallel, reserve_gb
         )
         target = cls(model, tokenizer, name)
         if parallel == "tensor":

@@ -117,12 +117,12 @@ def _target_bytes(config: TrainConfig, trace: StepTrace, processes: int) -> int:
     return trace.target_bytes
 
 
-def spill(plan: MemoryPlan, trace: StepTrace, device_bytes: int) -> MemoryPlan:
-    """With ``target.device_map``, layers that find no room wait in main memory and are copied for
-    each pass.
+def spill(plan: MemoryPlan, trace: StepTrace, device_bytes: int, reserve_gb: float) -> MemoryPlan:
+    """With ``target.device_map``, layers that find no room beside ``target.reserve_gb`` wait in
+    main memory and are copied for each pass.
     """
     size = trace.target_bytes // trace.target_parameters
-    over = plan.total - device_bytes
+    over = plan.parts[TARGET] - (device_bytes - int(reserve_gb * 1e9))
     resting = trace.target_bytes - trace.layer_parameters * size + 2 * trace.largest_layer * size
     moved = min(max(0, over), max(0, plan.parts[TARGET] - resting))
     parts = {**plan.parts, TARGET: plan.parts[TARGET] - moved}
@@ -140,6 +140,8 @@ def cure(config: TrainConfig, part: str, processes: int, engine: str) -> str:
             options.append("target.parallel=shard")
         if target.device_map is None and target.parallel == "none":
             options.append("target.device_map=auto in one process")
+        if target.device_map is not None:
+            options.append("a larger target.reserve_gb")
         options.append("a smaller target")
     elif part in (HEAD, STATES, AVERAGE, ENGINE, COPIES):
         if processes > 1 and engine == "ddp":

@@ -115,7 +115,7 @@ def make_plan(options: PlanOptions, config: TrainConfig) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     room = device_memory(device)[1] if options.device_gb is None else int(options.device_gb * 1e9)
     if config.target.device_map is not None:
-        memory = spill(memory, trace, room)
+        memory = spill(memory, trace, room, config.target.reserve_gb)
     fits = memory.total <= room
     seconds, how = _seconds(options, config, facts, trace, fits, micro_batches)
     steps = total_steps(config, facts)

@@ -42,6 +42,7 @@ def seconds_per_micro_batch(
         torch.device(best),
         options.attn_implementation,
         options.device_map,
+        reserve_gb=options.reserve_gb,
     )
     drafter = planned_head(config, target)
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)

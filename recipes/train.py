@@ -188,6 +188,7 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> TargetModel:
         options.attn_implementation,
         options.device_map,
         options.parallel,
+        options.reserve_gb,
     )
     if config.data.chat_template is not None:
         path = Path(config.data.chat_template)

@@ -21,6 +21,10 @@ class TargetOptions:
     """Spread one copy of the target over the devices of this machine: auto, balanced,
     balanced_low_0 or sequential. One process.
     """
+    reserve_gb: float = 0.0
+    """device_map: memory of the first device that the target leaves free for the head and its
+    training (10^9 bytes); ``recipes.train --plan`` says how much that needs.
+    """
     parallel: str = "none"
     """none: each process holds the target; tensor: all processes hold one together, by
     transformers' own plan, and see the same sequences; shard: its layers are gathered when they run
@@ -41,6 +45,10 @@ class TargetOptions:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"target.{name} must be one of {known}, got {value!r}")
+        if self.reserve_gb < 0:
+            raise ValueError(f"target.reserve_gb must be at least 0, got {self.reserve_gb}")
+        if self.reserve_gb and self.device_map is None:
+            raise ValueError("target.reserve_gb has no effect without target.device_map: drop it")
         if self.device_map is not None and (self.parallel != "none" or self.device != "auto"):
             raise ValueError(
                 "target.device_map goes with target.parallel=none and target.device=auto: it "

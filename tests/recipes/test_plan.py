@@ -129,9 +129,11 @@ def test_a_target_in_parts() -> None:
     assert trace.borrowed * 4 < plan_memory(tensor, trace, 4).parts[TARGET] < whole
     spread = configured("--target.device_map", "auto")
     plan = plan_memory(spread, trace)
-    spilt = spill(plan, trace, plan.total - 1000)
+    rest = plan.total - plan.parts[TARGET]
+    spilt = spill(plan, trace, plan.total - 1000, rest / 1e9)
     assert (spilt.total, spilt.host) == (plan.total - 1000, 1000)
-    assert spill(plan, trace, 0).total > 0  # what is borrowed stays
+    assert spill(plan, trace, plan.total - 1000, 0.0).host == 0, "nothing is kept free unasked"
+    assert spill(plan, trace, 0, 0.0).total > 0, "what is borrowed stays"
 
 
 def test_gradients_alone_can_be_the_peak() -> None:

@@ -56,7 +56,8 @@ def planned(path: Path, folder: Path, size: str, *more: str) -> MemoryPlan:
         flags += ["--processes", str(cards)]
     config, trace, _ = traced(path, folder, (*flags, *more))
     plan = plan_memory(config, trace, cards)
-    return spill(plan, trace, card(size)) if config.target.device_map else plan
+    spread = config.target.device_map is not None
+    return spill(plan, trace, card(size), config.target.reserve_gb) if spread else plan
 
 
 def card(size: str) -> int:
@@ -118,4 +119,6 @@ def test_eight_billion_in_float32_do_not_fit_on_24_gb(folders: Path) -> None:
     plan = planned(path, folders / "qwen3-8b", "24 GB", *short)
     assert plan.total < card("24 GB")
     wide = planned(path, folders / "qwen3-8b", "24 GB", *short, "--target.dtype", "float32")
-    assert wide.total > card("24 GB") and wide.largest.startswith("target")
+    assert wide.host > 2 * plan.host, "twice the layers wait in main memory"
+    alone = planned(path, folders / "qwen3-8b", "80 GB", *short, "--target.dtype", "float32")
+    assert alone.total > card("24 GB") and alone.largest.startswith("target")
