@@ -154,11 +154,11 @@ class Engine:
                     }
 
     def _state_part(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A step count is a single number that every process has; the rest has the parameter's
-        shape.
+        """A step count is a single number that every process has, where the weights are (the fused
+        optimizers read it there); the rest has the parameter's shape.
         """
         same = value.shape == parameter.shape
-        return self.part(value, parameter) if same else value.clone()
+        return self.part(value, parameter) if same else value.to(parameter.device, copy=True)
 
     @property
     def has_whole_head(self) -> bool:

@@ -29,6 +29,7 @@ def identity(
         "run.mixed_precision": run.mixed_precision,
         "run.on_nonfinite": run.on_nonfinite,
         "target.dtype": config.target.dtype,
+        "data.features given": config.data.features is not None,
         **dataset.identity(),
         **{f"{n}.{key}": v for n, section in sections.items() for key, v in vars(section).items()},
     }
