@@ -5,11 +5,13 @@ on them as it is (``recipes.shadow``). A micro-batch is taken to be full and who
 worst that data can be.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -174,6 +176,19 @@ def trace_step(
         return measure_step(shadow, config, target, drafter, accumulates)
 
 
+@contextmanager
+def nothing_moves() -> Iterator[None]:
+    """Inside, modules stay where they are: peft moves a new LoRA to its layer's device, where it is
+    already, and torch cannot do that to parameters without data.
+    """
+    move = nn.Module.to
+    nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = move  # type: ignore[method-assign]
+
+
 def measure_step(
     shadow: Shadow,
     config: TrainConfig,
@@ -187,10 +202,12 @@ def measure_step(
     objective.activation_checkpointing = run.activation_checkpointing
     objective.arithmetic = ARITHMETIC[run.mixed_precision]
     if config.lora.rank:
-        objective = JointObjective(
-            objective, target, config.lora, run.seed, run.activation_checkpointing
-        )
+        with nothing_moves():
+            objective = JointObjective(
+                objective, target, config.lora, run.seed, run.activation_checkpointing
+            )
         objective.arithmetic = ARITHMETIC[run.mixed_precision]
+        objective.progress = 1.0  # past lora.start, where most is kept
     weights = [p for p in objective.parameters() if p.requires_grad]
     shadow.vocabularies = {target.vocab_size, drafter.config.draft_vocab_size}
     shadow.weights = {tuple(p.shape) for p in weights if p.ndim > 1}
