@@ -32,6 +32,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -78,6 +79,7 @@ def load_pretrained(
             attn_implementation=attn_implementation,
             output_loading_info=True,
             **loading_options(config, dtype, device, device_map, parallel, reserve_gb),
+            **_unpacking(config),
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
     except PlacementError:
@@ -99,6 +101,16 @@ def load_pretrained(
         )
     _make_borrowable(model)
     return model, tokenizer
+
+
+def _unpacking(config: PreTrainedConfig) -> dict[str, Any]:
+    """An argument of ``from_pretrained``: MXFP4 weights become the wanted dtype. Otherwise that
+    would depend on the device and on whether the package ``kernels`` is there.
+    """
+    packed = config.to_dict().get("quantization_config") or {}
+    if packed.get("quant_method") != "mxfp4":
+        return {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def loading_options(

@@ -35,6 +35,10 @@ CHUNKS = 2
 ARITHMETIC = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class UnpredictableError(ValueError):
+    """This model or head cannot be run without data; with data it may well run."""
+
+
 class PlannedTarget(TargetModel):
     """A target whose weights have no data."""
 
@@ -54,9 +58,10 @@ class StepTrace:
         target_parameters, layer_parameters, largest_layer: of the target; of all its decoder
             layers; of the largest of them.
         borrowed: parameters of the embedding and the output matrix, which the head borrows.
-        trained: parameters of the head.
+        trained: parameters of the head, and of a LoRA of the target.
         target_bytes, head_bytes: of their weights.
         inner_bytes: of the head's matrices that Muon would train.
+        lora_bytes: of the target's LoRA, which is a part of ``head_bytes`` and ``trained``.
         at_peak: bytes alive at the worst moment beyond those weights, by kind.
         hidden_bytes: what the target hands over, for one micro-batch.
         target_flops, head_flops: floating-point operations of the target's pass, and of forward and
@@ -73,6 +78,7 @@ class StepTrace:
     target_bytes: int
     head_bytes: int
     inner_bytes: int
+    lora_bytes: int
     at_peak: dict[str, int]
     hidden_bytes: int
     target_flops: int
@@ -101,8 +107,13 @@ def planned_target(config: TrainConfig, model_config: PreTrainedConfig) -> Plann
 
 
 def target_bytes(config: TrainConfig, model_config: PreTrainedConfig) -> int:
-    """Of the target's weights, in ``target.dtype``."""
-    with torch.device("meta"):
+    """Of the target's weights, in ``target.dtype``.
+
+    Raises:
+        ValueError: options that do not fit the target.
+        UnpredictableError: see there.
+    """
+    with _explained(), torch.device("meta"):
         return sum(p.nbytes for p in _model(config, model_config).parameters())
 
 
@@ -165,8 +176,9 @@ def trace_step(
 
     Raises:
         ValueError: options that do not fit the target.
+        UnpredictableError: see there.
     """
-    with Shadow() as shadow:
+    with _explained(), Shadow() as shadow:
         with shadow.counting(TARGET):
             target = planned_target(config, model_config)
         with shadow.counting(HEAD):
@@ -174,6 +186,24 @@ def trace_step(
             counts = torch.zeros(target.vocab_size, dtype=torch.int64)
             drafter.set_draft_vocab(counts, start="random")
         return measure_step(shadow, config, target, drafter, accumulates)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What fails without data, and is no user's error, is said in one line.
+
+    Raises:
+        UnpredictableError: something failed.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # whatever third-party code raises on tensors without data
+        cause = (str(error).splitlines() or [""])[0]
+        raise UnpredictableError(
+            f"memory could not be predicted: {type(error).__name__}: {cause}"
+        ) from error
 
 
 @contextmanager
@@ -189,6 +219,20 @@ def nothing_moves() -> Iterator[None]:
         nn.Module.to = move  # type: ignore[method-assign]
 
 
+def prepared_objective(config: TrainConfig, target: TargetModel, drafter: Drafter) -> Objective:
+    """The objective as a run prepares it, in training mode."""
+    run = config.run
+    objective = build_objective(drafter, config.loss).train()
+    objective.activation_checkpointing = run.activation_checkpointing
+    if config.lora.rank:
+        objective = JointObjective(
+            objective, target, config.lora, run.seed, run.activation_checkpointing
+        )
+        objective.progress = 1.0  # past lora.start, where most is kept and done
+    objective.arithmetic = ARITHMETIC[run.mixed_precision]
+    return objective
+
+
 def measure_step(
     shadow: Shadow,
     config: TrainConfig,
@@ -197,17 +241,8 @@ def measure_step(
     accumulates: bool,
 ) -> StepTrace:
     """One micro-batch under a counter, with or without data."""
-    objective = build_objective(drafter, config.loss).train()
-    run = config.run
-    objective.activation_checkpointing = run.activation_checkpointing
-    objective.arithmetic = ARITHMETIC[run.mixed_precision]
-    if config.lora.rank:
-        with nothing_moves():
-            objective = JointObjective(
-                objective, target, config.lora, run.seed, run.activation_checkpointing
-            )
-        objective.arithmetic = ARITHMETIC[run.mixed_precision]
-        objective.progress = 1.0  # past lora.start, where most is kept
+    with nothing_moves():
+        objective = prepared_objective(config, target, drafter)
     weights = [p for p in objective.parameters() if p.requires_grad]
     shadow.vocabularies = {target.vocab_size, drafter.config.draft_vocab_size}
     shadow.weights = {tuple(p.shape) for p in weights if p.ndim > 1}
@@ -220,7 +255,7 @@ def measure_step(
     start = shadow.flops
     batch = full_batch(config.run.micro_batch_size, config.data.max_length)
     with shadow.counting(HIDDEN):
-        data = _hidden_states(config, target, drafter, batch)
+        data = step_input(config, target, drafter, batch)
     hidden = sum(x.nbytes for x in (data.features, data.last_hidden) if x is not None)
     between = shadow.flops
     sample = Sample(CHUNKS, lambda: shadow.flops)
@@ -241,37 +276,45 @@ def measure_step(
 
 
 def _sizes(target: TargetModel, objective: Objective, weights: list[Tensor]) -> dict[str, Any]:
-    model = target.model
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_list(model)]
+    trained, model = {id(p) for p in weights}, target.model
+    frozen = [p for p in model.parameters() if id(p) not in trained]  # without a LoRA
+    layers = [
+        sum(p.numel() for p in layer.parameters() if id(p) not in trained)
+        for layer in layer_list(model)
+    ]
     shared = {id(x): x for x in (target.lm_head.weight, *target.embedding.parameters())}
     try:
         inner = sum(p.nbytes for p in inner_matrices(objective))
     except ValueError:  # there is none
         inner = 0
     return {
-        "target_parameters": sum(p.numel() for p in model.parameters()),
+        "target_parameters": sum(p.numel() for p in frozen),
         "layer_parameters": sum(layers),
         "largest_layer": max(layers),
         "borrowed": sum(p.numel() for p in shared.values()),
         "trained": sum(p.numel() for p in weights),
-        "target_bytes": sum(p.nbytes for p in model.parameters()),
+        "target_bytes": sum(p.nbytes for p in frozen),
         "head_bytes": sum(p.nbytes for p in weights),
         "inner_bytes": inner,
+        "lora_bytes": sum(p.nbytes for p in model.parameters() if id(p) in trained),
     }
 
 
-def _hidden_states(
+def step_input(
     config: TrainConfig, target: TargetModel, drafter: Drafter, batch: Batch
 ) -> TargetBatch:
-    """What the target says, or what a feature store would give back."""
+    """What the objective is called with: what the target says, zeros of the shape that a feature
+    store gives back, or the batch alone where the target runs inside the loss.
+    """
     layers = drafter.feature_layers
     if config.lora.rank:  # the target runs inside the loss
         return UnreadBatches().of(layers)(batch)
     if config.data.features is None:
         return run_target(target, batch, layers)
     rows, width = batch.input_ids.shape, target.hidden_size
-    features = torch.empty(*rows, len(layers) * width, dtype=target.dtype) if layers else None
-    return TargetBatch(batch, features, torch.empty(*rows, width, dtype=target.dtype))
+    kind: dict[str, Any] = {"dtype": target.dtype, "device": batch.input_ids.device}
+    features = torch.zeros(*rows, len(layers) * width, **kind) if layers else None
+    return TargetBatch(batch, features, torch.zeros(*rows, width, **kind))
 
 
 def full_batch(rows: int, length: int) -> Batch:

@@ -7,11 +7,12 @@ weights (float32):
     target           bytes of its weights in target.dtype; its layers / N for target.parallel, of
                      which sharding gathers one at a time
     optimizer        AdamW 2 W; Muon W of the matrices inside the head and 2 W of the rest
-    moving average   W with optim.ema
+    moving average   W with optim.ema, and W: the copy that is evaluated and saved (without
+                     optim.ema that is the head itself)
     ddp              W: the buckets that gradients are exchanged in
     zero2            optimizer / N, W / N its own copy of the weights, W / N of the gradient
     zero3, fsdp2     weights and optimizer / N, W gathered while they are used, W / N of the
-                     gradient; W: the copy that is evaluated
+                     gradient; W: the copy that is evaluated, always
     runtime          a CUDA context, workspaces, and 5 % of what comes and goes for fragments
 """
 
@@ -26,6 +27,7 @@ from recipes.dryrun import (
     PASS,
     TARGET,
     StepTrace,
+    UnpredictableError,
     read_model_config,
     target_bytes,
     trace_step,
@@ -35,6 +37,7 @@ from training.config import TrainConfig
 
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 STATES, AVERAGE = "head: optimizer states", "head: moving average"
+TWIN = "head: copy that is evaluated"
 ENGINE, RUNTIME = "head: parts and copies of the engine", "runtime"
 CONTEXT, FRAGMENTS = int(0.8e9), 0.05
 MARGIN = 1.1
@@ -85,7 +88,7 @@ def plan_memory(
     states = 2 * w - (trace.inner_bytes if config.optim.name == "muon" else 0)
     parts = {TARGET: _target_bytes(config, trace, n), HEAD: w, STATES: states}
     if config.optim.ema:
-        parts[AVERAGE] = w
+        parts[AVERAGE] = parts[TWIN] = w
     if n > 1 and config.target.device_map is None:
         if engine == "ddp":
             parts[ENGINE] = w
@@ -93,8 +96,9 @@ def plan_memory(
             parts[STATES] = states // n
             parts[ENGINE] = 2 * w // n
         if engine in ("fsdp2", "zero3"):
-            parts[HEAD], parts[ENGINE] = w // n, 2 * w + w // n
+            parts[HEAD], parts[ENGINE] = w // n, w + w // n
             parts = {k: v // n if k == AVERAGE else v for k, v in parts.items()}
+            parts[TWIN] = w
     moving = dict(trace.at_peak)
     short = w - sum(moving.values())  # the optimizer's step holds the gradient alone
     if short > 0:
@@ -143,7 +147,7 @@ def cure(config: TrainConfig, part: str, processes: int, engine: str) -> str:
         if target.device_map is not None:
             options.append("a larger target.reserve_gb")
         options.append("a smaller target")
-    elif part in (HEAD, STATES, AVERAGE, ENGINE, COPIES):
+    elif part in (HEAD, STATES, AVERAGE, TWIN, ENGINE, COPIES):
         if processes > 1 and engine == "ddp":
             options.append("the engine zero2 or fsdp2")
         if config.drafter.family in ("medusa", "hydra"):
@@ -176,13 +180,26 @@ def check_memory(
         engine: one of ``ENGINES``.
 
     Returns:
-        A warning where the device has the memory but not free; None where all is well, or where
-        target and batch are so small that nothing was predicted.
+        A warning where the device has the memory but not free, where ``run.memory_check`` asks for
+        a warning in place of a refusal, or where nothing could be predicted; None where all is
+        well, or where target and batch are so small that nothing was predicted.
 
     Raises:
         DoesNotFit: the prediction is far above all the memory of the device.
         ValueError: the target has no ``config.json``, or options that do not fit it.
     """
+    if config.run.memory_check == "off":
+        return None
+    try:
+        return _refusal_or_warning(config, device, processes, engine)
+    except UnpredictableError as error:
+        return str(error)
+
+
+def _refusal_or_warning(
+    config: TrainConfig, device: torch.device, processes: int, engine: str
+) -> str | None:
+    """See :func:`check_memory`."""
     if config.drafter.init_from == "native" or config.target.device_map is not None:
         return None  # not known without the weights; chosen by what is free
     model_config = read_model_config(config.target.name)
@@ -199,7 +216,10 @@ def check_memory(
         f"{cure(config, plan.largest, processes, engine)}"
     )
     if plan.total > MARGIN * total:
-        raise DoesNotFit(f"this run does not fit into {total / 1e9:.1f} GB: {message}")
+        refusal = f"this run does not fit into {total / 1e9:.1f} GB: {message}"
+        if config.run.memory_check == "refuse":
+            raise DoesNotFit(f"{refusal}; run.memory_check=warn starts it nevertheless")
+        return refusal
     if plan.total > free:
         return f"only {free / 1e9:.1f} GB of memory are free on {device}; {message}"
     return None

@@ -33,7 +33,7 @@ from recipes.memory import (
     plan_memory,
     spill,
 )
-from recipes.timing import has_weights, seconds_per_micro_batch
+from recipes.timing import has_weights, time_step
 from training.config import TrainConfig, parse_config
 from training.store.encoding import predicted_bytes, row_tensors
 
@@ -143,7 +143,7 @@ def make_plan(options: PlanOptions, config: TrainConfig) -> dict[str, Any]:
         "try": cure(config, memory.largest, options.processes, options.engine),
         "seconds_per_step": seconds,
         "seconds_from": how,
-        "disk_gb": _disk(config, trace, facts),
+        "disk_gb": _disk(config, trace, facts, steps),
         "files": files(config, trace, steps),
     }
 
@@ -159,16 +159,20 @@ def _seconds(
     """Seconds per optimizer step of one process, and what they are from."""
     here = options.device_gb is None and options.processes == 1
     if here and fits and options.timed_steps and has_weights(config.target.name):
-        one = seconds_per_micro_batch(config, facts.dataset, options.timed_steps)
-        return one * micro_batches, f"{options.timed_steps} micro-batches timed here"
+        one, step, what = time_step(config, facts.dataset, options.timed_steps, micro_batches > 1)
+        how = f"{options.timed_steps} micro-batches and an optimizer step timed here ({what})"
+        return one * micro_batches + step, how
     operations = (trace.target_flops + trace.head_flops) * micro_batches
     if config.target.parallel == "tensor":
         operations -= trace.target_flops * micro_batches * (1 - 1 / options.processes)
     how = f"{operations / 1e12:.2f} TFLOP at {options.tflops:g} TFLOP/s achieved (--tflops)"
+    how += ", without the optimizer step"
     return operations / (options.tflops * 1e12), how
 
 
-def _disk(config: TrainConfig, trace: StepTrace, facts: DataFacts) -> dict[str, float | None]:
+def _disk(
+    config: TrainConfig, trace: StepTrace, facts: DataFacts, steps: int | None
+) -> dict[str, float | None]:
     """10^9 bytes of a feature store of this data, and of everything in the run folder."""
     layers = [0] * (trace.feature_width // trace.hidden_size - 1)
     found: dict[str, float | None] = {}
@@ -177,7 +181,7 @@ def _disk(config: TrainConfig, trace: StepTrace, facts: DataFacts) -> dict[str, 
         documents, tokens = facts.rows or 0, facts.tokens
         size = None if tokens is None else predicted_bytes(tensors, documents, tokens) / 1e9
         found[f"features_{dtype}"] = size
-    found["run"] = sum(size for _, size, _ in _written(config, trace, None)) / 1e9
+    found["run"] = sum(size for _, size, _ in _written(config, trace, steps)) / 1e9
     return found
 
 
@@ -186,17 +190,23 @@ def _written(
 ) -> list[tuple[str, int, str]]:
     """(path, bytes, what it is) of everything a run writes."""
     run, out = config.run, Path(config.run.out)
-    weights = trace.head_bytes
-    one = weights * (3 if config.optim.name == "adamw" else 2) + weights * bool(config.optim.ema)
+    trained = trace.head_bytes  # of head and LoRA
+    head = trained - trace.lora_bytes
+    states = 2 * trained - (trace.inner_bytes if config.optim.name == "muon" else 0)
+    raw = trained if config.optim.ema or config.lora.rank else 0  # beside the head
+    one = head + raw + states
     kept = run.keep + 1 + bool(config.evaluate.prompts)  # newest, one being written, the best
     if steps is not None and run.save_every:
         kept = min(kept, max(1, math.ceil(steps / run.save_every)))
     found = [
-        (f"{out}/head/", weights, "the trained head"),
+        (f"{out}/head/", head, "the trained head"),
         (f"{out}/checkpoints/", one * kept, f"up to {kept} checkpoints of {one / 1e9:.2f} GB"),
         (f"{out}/metrics.jsonl", 0, f"a line every {run.log_every} steps"),
         (f"{out}/config.yaml, provenance.json", 0, "the resolved configuration, versions"),
     ]
+    if config.lora.rank:
+        found.append((f"{out}/lora/", trace.lora_bytes, "the target's LoRA"))
+        found.append((f"{out}/target/", trace.target_bytes, "the target with its LoRA merged"))
     if config.data.regenerate:
         found.append((config.data.answers or f"{out}/answers.jsonl", 0, "the target's answers"))
     return found

@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 
 from drafters import TargetModel
 from training.answer_file import AnswerOptions, select_answers
+from training.answer_shares import answer_together
 from training.answers import answer_rows
 from training.chat import TokenizedRow
 from training.config import TrainConfig
 from training.data import Dataset, PackedDataset
 from training.encoding import Encode, encode_all, encode_checked
 from training.features import Features
+from training.processes import on_main
 from training.server_client import ServerOptions
 from training.sources import load_rows
 from training.store import FeatureStore, StoredFeatures
@@ -89,9 +91,13 @@ def encode_for(target: TargetModel) -> Encode:
 def load_answers(
     config: TrainConfig, target: TargetModel, accelerator: Accelerator
 ) -> list[dict[str, Any]]:
-    """The rows to train on;
+    """The rows to train on.
 
-    With ``data.regenerate`` the target answers the prompts first (main process).
+    With ``data.regenerate`` the prompts are answered first: in process by all processes, each a
+    share of them, or by a server, which the main process alone asks.
+
+    Raises:
+        ValueError: in every process, where a source cannot be read or answering failed in any.
     """
     data = config.data
     rows = [row for source in data.train for row in load_rows(source, data.split, data.limit)]
@@ -105,16 +111,17 @@ def load_answers(
         max_prompt_tokens=max(1, data.max_length - 1),
         seed=config.run.seed,
     )
-    server = None
     if data.answer_server is not None:
         server = ServerOptions(data.answer_server, data.answer_model)
-    result: list[Any] = [None, []]  # a failure, or what made the answers
-    if accelerator.is_main_process:
-        try:
-            result[1] = answer_rows(target, rows, path, options, server).made_by
-        except (ValueError, OSError) as error:
-            result[0] = str(error)
-    broadcast_object_list(result)
-    if result[0] is not None:
-        raise ValueError(result[0])
-    return select_answers(rows, path, options, result[1])
+        answered = on_main(accelerator, lambda: answer_rows(target, rows, path, options, server))
+    elif accelerator.num_processes > 1:
+        answered = answer_together(target, rows, path, options, accelerator)
+    else:
+        answered = answer_rows(target, rows, path, options)
+    found = select_answers(rows, path, options, answered.made_by)
+    if len(set(gather_object([len(found)]))) > 1:
+        raise ValueError(
+            f"answers: the processes see different contents of {path}; start the same command "
+            "again, or name a file on a disk that they share by data.answers"
+        )
+    return found

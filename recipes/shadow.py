@@ -101,6 +101,8 @@ class Shadow(TorchDispatchMode):
             if func is torch.ops.aten.index.Tensor:  # which rows a real mask chooses is known
                 args = (args[0], _chosen(args[1]))
             with self._fakes:
+                if func is torch.ops.aten._grouped_mm.default:
+                    return _grouped(*args, **kwargs)
                 return func(*args, **kwargs)
         if not given:  # a factory: ids are made, weights are not
             with self._fakes:
@@ -148,6 +150,12 @@ def _operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return 2 * out.numel() * args[0].shape[-1]
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor, *rest: Any, **more: Any) -> Tensor:
+    """What experts multiply, of any dtype: torch knows its shape for bfloat16 only."""
+    groups = [len(offs)] if a.ndim == b.ndim else []
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _chosen(index: list[Tensor | None]) -> list[Tensor | None]:

@@ -7,9 +7,9 @@ The run folder then holds ``head/`` (the trained head), ``checkpoints/``, ``metr
 printed is a JSON object.
 """
 
-import fcntl
 import json
 import logging
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +31,7 @@ from recipes.evaluating import make_evaluate
 from recipes.heads import make_drafter
 from recipes.memory import check_memory, launched
 from recipes.rows import make_data
+from training import locks
 from training.config import TrainConfig, parse_config, save_config
 from training.features import Features
 from training.joint import JointObjective, UnreadBatches
@@ -107,7 +108,9 @@ def train(
         save_config(config, out)
         write_provenance(out)
     if run.trackers:
-        accelerator.init_trackers(run.project, config=_flat(config))
+        main_process = accelerator.is_main_process
+        more = tracker_options(out, run.trackers, trainer.step > 0) if main_process else {}
+        accelerator.init_trackers(run.project, config=_flat(config), init_kwargs=more)
     results = trainer.train()
     summary = {
         "method": drafter.family,
@@ -127,6 +130,22 @@ def train(
     trainer.release()
     accelerator.end_training()
     return summary
+
+
+def tracker_options(out: Path, trackers: list[str], resumed: bool) -> dict[str, Any]:
+    """Arguments of accelerate's trackers by name: wandb goes on with the run that it had.
+
+    Args:
+        out: run folder, which keeps the run's name for wandb.
+        trackers: in use.
+        resumed: the run goes on from a checkpoint.
+    """
+    if "wandb" not in trackers:
+        return {}
+    file = out / "tracker_id"
+    if not (resumed and file.exists()):
+        file.write_text(secrets.token_hex(4))
+    return {"wandb": {"id": file.read_text(), "resume": "allow", "name": out.name}}
 
 
 def show_progress(main_process: bool) -> None:
@@ -151,12 +170,10 @@ def claim(out: Path, main_process: bool) -> Iterator[None]:
         return
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not locks.lock(lock):
             raise ValueError(
                 f"run.out: another run is writing to {out}; wait for its end or name another folder"
-            ) from error
+            )
         yield
 
 
@@ -164,7 +181,7 @@ def warn_of_memory(config: TrainConfig, accelerator: Accelerator) -> None:
     """Predict the peak before anything is loaded.
 
     Raises:
-        DoesNotFit: this device can never hold the run.
+        DoesNotFit: this device can never hold the run, and ``run.memory_check`` is refuse.
     """
     on_cpu = config.target.device == "cpu"
     device = torch.device("cpu") if on_cpu else accelerator.device

@@ -1,18 +1,24 @@
 """Answers in a file: how they are made, one JSON line each, and which of them are there already.
 
 A line is written as soon as its conversation is answered, so a run stopped at any moment, also by a
-kill, is continued by the same command: what is there is not answered again.
+kill, is continued by the same command: what is there is not answered again. Processes that answer
+together write a share each, ``answers.0-of-2.jsonl`` beside ``answers.jsonl``, which is merged into
+the file at the end, or where the run was stopped, by the next that opens it.
 """
 
-import fcntl
 import json
 import logging
+import os
+import re
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from training import locks
 from training.conversations import Conversation, plan_conversation
 
 logger = logging.getLogger(__name__)
@@ -59,12 +65,22 @@ class Answered:
         left_out: prompts that were too long.
         failures: prompts that could not be answered: ``id``, the beginning of the ``prompt`` and
             the ``reason``.
+        endings: why conversations end before a later turn that a server refused; the turns before
+            are kept.
     """
 
     made_by: list[str]
     written: int = 0
     left_out: int = 0
     failures: list[dict[str, str]] = field(default_factory=list)
+    endings: list[str] = field(default_factory=list)
+
+    def add(self, other: "Answered") -> None:
+        """Count what another process did."""
+        self.written += other.written
+        self.left_out += other.left_out
+        self.failures += other.failures
+        self.endings += other.endings
 
     def fail(self, conversation: Conversation, reason: str) -> None:
         """Note a prompt that could not be answered."""
@@ -81,6 +97,12 @@ class Answered:
         if self.left_out:
             logger.warning(
                 "left out %d prompts of more than %d tokens", self.left_out, max_prompt_tokens
+            )
+        if self.endings:
+            logger.warning(
+                "%d conversations end before a turn that the server refused, the last by: %s",
+                len(self.endings),
+                self.endings[-1],
             )
         if not self.failures:
             return
@@ -103,7 +125,8 @@ class Answered:
 class AnswerFile:
     """The JSONL file of one run at a time, opened to be appended to.
 
-    Entering reads the ids that are there; a last line cut short by a kill is removed.
+    Entering reads the ids that are there; a last line cut short by a kill is removed, and shares
+    that a stopped run left are merged into the file.
 
     Args:
         path: made where it does not exist.
@@ -111,6 +134,7 @@ class AnswerFile:
     Raises:
         ValueError: on entering, if another run has it open, or a line is not an answer written by
             Headway; nothing is then changed.
+        OSError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,8 +147,9 @@ class AnswerFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         try:
-            self._claim()
+            self._claim(self._file)
             self.done = _finished_ids(self.path)
+            self.take_in(shares_of(self.path))
         except BaseException:
             self._file.close()
             raise
@@ -148,15 +173,75 @@ class AnswerFile:
         self._file.flush()
         self.done |= {one.key for one in conversations}
 
-    def _claim(self) -> None:
+    def take_in(self, paths: Sequence[Path]) -> None:
+        """Merge other answer files into this one, each answer once, and remove them.
+
+        The file is exchanged for the merged one as a whole, and the others are removed after that:
+        a kill at any moment loses nothing, and entering the file again goes on.
+
+        Args:
+            paths: of the others, which no other run may be writing.
+
+        Raises:
+            ValueError: see the class; or the merged file cannot be written. All are then kept.
+        """
+        if not paths:
+            return
         assert self._file is not None
+        with ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(AnswerFile(path))  # claims it, and mends its last line
+            try:
+                merged, done = self._write_merged(paths)
+            except OSError as error:
+                raise ValueError(
+                    f"answers: cannot merge {', '.join(map(str, paths))} into {self.path} "
+                    f"({error}): all of them are kept; make room, then start the same command again"
+                ) from error
+            self._file.close()
+            self._file, self.done = merged, done
+            for path in paths:
+                path.unlink()
+
+    def _write_merged(self, paths: Sequence[Path]) -> tuple[TextIO, set[str]]:
+        """The merged file, claimed and in the place of this one, and what it holds."""
+        final = self.path.resolve()
+        temporary = final.with_name(final.name + ".tmp")
+        merged = temporary.open("w", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self._claim(merged, temporary)  # before it gets its name, so that no other run has it
+            done = _merge([final, *paths], self.done, merged)
+            os.replace(temporary, final)
+        except BaseException:
+            with suppress(OSError):
+                merged.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        return merged, done
+
+    def _claim(self, file: TextIO, path: Path | None = None) -> None:
+        """Lock it, and see that the locked file still has its name: a merge exchanges it."""
+        same = locks.lock(file) and os.path.samestat(
+            os.fstat(file.fileno()), (path or self.path).stat()
+        )
+        if not same:
             raise ValueError(
                 f"answers: another run is writing to {self.path}; wait for its end or name another "
                 "file"
-            ) from error
+            )
+
+
+def share_path(out: Path, rank: int, world: int) -> Path:
+    """Where one of several processes that answer into ``out`` together writes."""
+    return out.with_name(f"{out.stem}.{rank}-of-{world}{out.suffix}")
+
+
+def shares_of(out: Path) -> list[Path]:
+    """The shares beside ``out``, whatever the number of processes that wrote them."""
+    form = re.compile(rf"{re.escape(out.stem)}\.\d+-of-\d+{re.escape(out.suffix)}")
+    return sorted(
+        path for path in out.parent.iterdir() if form.fullmatch(path.name) and path.is_file()
+    )
 
 
 def plan(
@@ -210,6 +295,23 @@ def answer_tokens(record: dict[str, Any]) -> int:
     if "written" in record:
         return sum(one.get("tokens") or 0 for one in record["written"])
     return len(record["answer_ids"])
+
+
+def _merge(paths: Sequence[Path], done: set[str], merged: TextIO) -> set[str]:
+    """Write the first file, and of each other what is not ``done`` yet; gives what then is."""
+    done = set(done)
+    with paths[0].open("rb") as file:
+        shutil.copyfileobj(file, merged.buffer)
+    for path in paths[1:]:
+        with path.open("rb") as file:
+            for line in file:
+                key = json.loads(line)["id"]
+                if key not in done:
+                    merged.buffer.write(line)
+                    done.add(key)
+    merged.flush()
+    os.fsync(merged.fileno())
+    return done
 
 
 def _finished_ids(out: Path) -> set[str]:

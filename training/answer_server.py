@@ -2,7 +2,8 @@
 
 Conversations are answered side by side, a bounded number at a time, and each is written as soon as
 it is complete. A request that the server fails is repeated with growing pauses; a prompt that it
-refuses for good is counted and named, and loses no other.
+refuses for good is counted and named, and loses no other; where it is a later turn of its
+conversation, that ends there and keeps the turns before.
 
     transformers serve HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
     python -m scripts.generate_answers --server http://localhost:8000/v1 --prompts prompts.jsonl \\
@@ -28,6 +29,7 @@ from training.conversations import Conversation
 from training.messages import MaskError
 from training.server_client import (
     PromptFailed,
+    PromptRefused,
     ServerClient,
     ServerError,
     ServerOptions,
@@ -124,16 +126,23 @@ class _Run:
                 raise errors.exceptions[0] from None
 
     def fits(self, one: Conversation) -> bool:
-        """Whether its first prompt is short enough; counts it where not."""
+        """Whether its next prompt is short enough, as far as can be told here.
+
+        Where not, it ends there; if nothing was answered before, it is counted.
+        """
         if self.tokenizer is None:
             return True
         try:
             size = len(encode_prompt(self.tokenizer, one.messages, one.tools))
         except MaskError as error:
-            self.answered.fail(one, str(error))
+            one.stop()
+            if not one.written:
+                self.answered.fail(one, str(error))
             return False
-        self.answered.left_out += size > self.options.max_prompt_tokens
-        return size <= self.options.max_prompt_tokens
+        if size > self.options.max_prompt_tokens:
+            one.stop()
+            self.answered.left_out += not one.written
+        return not one.done
 
     async def _work(self, left: Iterator[Conversation], bar: "tqdm[Any]") -> None:
         for one in left:
@@ -148,12 +157,24 @@ class _Run:
             bar.update(1)
 
     async def _converse(self, one: Conversation) -> None:
-        """Fill the gaps of a conversation in order."""
+        """Fill the gaps of a conversation in order, up to a later one that does not fit or is
+        refused.
+
+        Raises:
+            PromptFailed: nothing is answered, or another try may go further.
+        """
         seed = (self.options.seed + int(one.key[:7], 16)) % 2**31
-        while not one.done:
-            reply = await self.client.complete(
-                one.messages, one.tools, one.temperature, self.options.max_new_tokens, seed
-            )
+        while not one.done and (not one.written or self.fits(one)):
+            try:
+                reply = await self.client.complete(
+                    one.messages, one.tools, one.temperature, self.options.max_new_tokens, seed
+                )
+            except PromptRefused as error:
+                if not one.written:
+                    raise
+                one.stop()
+                self.answered.endings.append(str(error))
+                break
             self._compare_templates(one, reply.prompt_tokens)
             ids = (reply.prompt_ids, reply.answer_ids)
             one.add(reply.message, reply.finish, *ids, tokens=reply.answer_tokens)

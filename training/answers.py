@@ -11,7 +11,7 @@ Legend: B prompts answered together, T tokens of the longest of them.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -83,21 +83,50 @@ def generate_answers(
         ValueError: no prompts, a row without a prompt, no prompt could be answered, or ``out``
             holds something else than answers (it is left as it is).
     """
-    made_by = sorted(f"{key}:{value}" for key, value in target.fingerprint().items())
-    planned = plan(rows, options, made_by)
-    answered = Answered(made_by)
+    answered = Answered(made_by_of(target))
+    planned = plan(rows, options, answered.made_by)
     with AnswerFile(out) as file:
         waiting = [one for one in planned if one.key not in file.done]
-        items = _ready(target, waiting, options, answered)
-        items.sort(key=lambda item: (item[0].temperature, len(item[1])))
-        with _bar(len(items), progress) as bar:
-            for window in _parts(items, WINDOW * options.batch_size):
-                for finished in _answer_window(target, window, options, answered):
-                    file.add(finished)
-                    answered.written += len(finished)
-                    bar.update(len(finished))
+        answer_conversations(target, waiting, file, options, answered, progress)
     answered.report(options.max_prompt_tokens)
     return answered
+
+
+def made_by_of(target: TargetModel) -> list[str]:
+    """What of a target decides its answers; part of their identity."""
+    return sorted(f"{key}:{value}" for key, value in target.fingerprint().items())
+
+
+def answer_conversations(
+    target: TargetModel,
+    waiting: Sequence[Conversation],
+    file: AnswerFile,
+    options: AnswerOptions,
+    answered: Answered,
+    progress: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Answer these and append them to a file.
+
+    Args:
+        target: see :func:`generate_answers`.
+        waiting: conversations that nobody has answered yet.
+        file: open.
+        options: see :class:`~training.answer_file.AnswerOptions`.
+        answered: what is done is counted here.
+        progress: show a progress bar.
+        stopped: asked after each batch; true ends the call.
+    """
+    items = _ready(target, waiting, options, answered)
+    items.sort(key=lambda item: (item[0].temperature, len(item[1])))
+    with _bar(len(items), progress) as bar:
+        for window in _parts(items, WINDOW * options.batch_size):
+            for finished in _answer_window(target, window, options, answered):
+                file.add(finished)
+                answered.written += len(finished)
+                bar.update(len(finished))
+                if stopped():
+                    return
 
 
 def _ready(

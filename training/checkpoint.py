@@ -79,8 +79,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
     """
-    root = out / "checkpoints"
-    final = root / f"{_PREFIX}{step:06d}"
+    final = checkpoint_of(out, step)
+    root = final.parent
     temporary = root / f".writing-{final.name}"
     tensors = {f"{name}.{key}": v for name, kept in optimizer.items() for key, v in kept.items()}
     try:
@@ -115,6 +115,11 @@ def save_checkpoint(
     return final
 
 
+def checkpoint_of(out: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return out / "checkpoints" / f"{_PREFIX}{step:06d}"
+
+
 def step_of(checkpoint: Path) -> int:
     """The step a checkpoint folder is named after."""
     return int(checkpoint.name.removeprefix(_PREFIX))
@@ -134,7 +139,8 @@ def find_checkpoint(out: Path, resume: str) -> Path | None:
         resume: "auto", "none" or a checkpoint folder.
 
     Raises:
-        CheckpointError: "none" but there is one, or the named folder is not a checkpoint.
+        CheckpointError: "none" but there is one, or the named folder is not a checkpoint or older
+            than others in ``out``.
     """
     found = list_checkpoints(out)
     if resume == "auto":
@@ -145,9 +151,16 @@ def find_checkpoint(out: Path, resume: str) -> Path | None:
                 f"run.resume=none but {out} holds {found[-1].name}: choose another run.out"
             )
         return None
-    if not (Path(resume) / _STATE).exists():
+    named = Path(resume)
+    if not (named / _STATE).exists():
         raise CheckpointError(f"run.resume: {resume} is not a checkpoint folder (no {_STATE})")
-    return Path(resume)
+    step = read_state(named)["step"]
+    if later := [path.name for path in found if step_of(path) > step]:
+        raise CheckpointError(
+            f"run.resume: {out} holds {', '.join(later)}, which a run from step {step} would be "
+            "mixed with: delete or move them, or choose another run.out"
+        )
+    return named
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -162,8 +175,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise _damaged(checkpoint, str(error)) from error
 
 
-def load_checkpoint(checkpoint: Path) -> Checkpoint:
-    """Read and check a checkpoint.
+def check_files(checkpoint: Path) -> None:
+    """Compare the files of a checkpoint with what was written.
 
     Raises:
         CheckpointError: damaged, or written by a version that kept no digests.
@@ -179,6 +192,15 @@ def load_checkpoint(checkpoint: Path) -> Checkpoint:
             raise _damaged(checkpoint, f"{name} is missing")
         if _digest(checkpoint / name) != digest:
             raise _damaged(checkpoint, f"{name} is not what was written")
+
+
+def load_checkpoint(checkpoint: Path) -> Checkpoint:
+    """Read a checkpoint, of which :func:`check_files` was called before.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    state = read_state(checkpoint)
     try:
         head = load_file(checkpoint / "head" / "model.safetensors")
         weights = {HEAD + name: value for name, value in head.items()}

@@ -47,6 +47,13 @@ class TrainConfig:
                 "process, where the main process answers alone: give data.answer_server, or answer "
                 "first with scripts.generate_answers"
             )
+        if self.run.mixed_precision == "fp16" and self.optim.name == "muon":
+            raise ValueError("optim.name=muon does not go with run.mixed_precision=fp16: use bf16")
+        if self.target.parallel == "shard" and self.data.feature_memory_gb:
+            raise ValueError(
+                "data.feature_memory_gb does not go with target.parallel=shard, where all "
+                "processes must run the target together: use a feature store (data.features)"
+            )
         if self.lora.rank:
             clashing = {
                 "data.features": self.data.features is not None,

@@ -70,7 +70,8 @@ class DeepSpeedEngine(Engine):
             raise ValueError(
                 "optim.name=muon does not go with DeepSpeed, which cuts matrices apart"
             )
-        self._copy()  # while the weights are whole
+        if self.stage == 3:
+            self._copy()  # while the weights are whole
         engine, _ = self.accelerator.prepare(self.bare, optimizers[0])
         if self.stage == 3:
             for parameter in self.bare.parameters():
@@ -121,15 +122,16 @@ class DeepSpeedEngine(Engine):
             return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def optimizer_state(self) -> OptimizerState:
-        """AdamW's moments, whole, and its step count."""
+        """AdamW's moments, whole, and its step count, on the main process's CPU."""
         steps = [values["step"] for values in self._inner.state.values() if "step" in values]
         found: OptimizerState = {}
         for name, parameter in self.parameters.items():
             moments = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
             if any(value is None for value in moments.values()):
                 return {}  # before the first step
-            found[name] = {key: value.detach().clone() for key, value in moments.items()}
-            found[name]["step"] = torch.as_tensor(float(steps[0]))
+            if self.accelerator.is_main_process:
+                found[name] = {k: v.detach().to("cpu", copy=True) for k, v in moments.items()}
+                found[name]["step"] = torch.as_tensor(float(steps[0]))
         return found
 
     @torch.no_grad()

@@ -18,13 +18,14 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -222,6 +223,11 @@ class ShardedEngine(Engine):
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Gradients are exchanged in every micro-batch, so that no process holds all of them."""
         return nullcontext()
+
+    def discard(self) -> None:
+        """Forget the gradient, and the weights gathered for a backward pass that did not come."""
+        super().discard()
+        cast(FSDPModule, self.bare).reshard()
 
     def gradient_norm(self) -> Tensor:
         """Of all parts together."""

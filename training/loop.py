@@ -13,18 +13,17 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from drafters import Drafter, TargetModel
 from training.checkpoint import (
     HEAD,
+    check_files,
+    checkpoint_of,
     find_checkpoint,
-    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
-    step_of,
 )
 from training.config import TrainConfig
 from training.data import Batch, Dataset
@@ -35,13 +34,14 @@ from training.identity import check_identity, identity
 from training.nonfinite import NonFinite
 from training.objectives import Objective
 from training.optim import MovingAverage, Rates, make_optimizers
-from training.processes import data_share
+from training.processes import data_share, on_main
 from training.records import Records
 from training.signals import Stop, stop_on_signal
 
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[Drafter, int], dict[str, float]]
 """(head, step) -> metrics by the real decoder; called on every process, the same result on all."""
+STOPPED = "stopped at step {}; the same command continues from there"
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -143,6 +143,7 @@ class Trainer:
             while self.step < self.total_steps:
                 if self.step and self._evaluation_due():  # one that a kill cut short comes first
                     self._evaluate()
+                    self._stop_here()
                 if self.history.enough:
                     logger.info(
                         "stopped at step %d: the acceptance length has not grown for %d "
@@ -166,9 +167,24 @@ class Trainer:
         if last or self.stopping or _due(self.step, self.run.save_every):
             self._save()
         if self.stopping and not last:
-            raise KeyboardInterrupt(
-                f"stopped at step {self.step}; the same command continues from there"
-            )
+            raise KeyboardInterrupt(STOPPED.format(self.step))
+
+    def _stop_here(self) -> None:
+        """Save and stop if that was asked for meanwhile.
+
+        Raises:
+            KeyboardInterrupt: it was.
+        """
+        asked = torch.tensor(float(bool(self._stop)), device=self.accelerator.device)
+        if self.accelerator.reduce(asked, reduction="sum").item():
+            if not self._is_saved():
+                self._save()
+            raise KeyboardInterrupt(STOPPED.format(self.step))
+
+    def _is_saved(self) -> bool:
+        """Whether the present step has a checkpoint, as the main process sees it."""
+        path = checkpoint_of(self.out, self.step)
+        return bool(on_main(self.accelerator, path.exists))
 
     def _train_step(self) -> float:
         """One optimizer step: micro-batches, global normalisation, clipping; returns the loss."""
@@ -190,6 +206,8 @@ class Trainer:
         norm = self.engine.gradient_norm() if finite else total
         usable = finite and (self.nonfinite.scaled or bool(torch.isfinite(norm)))
         wrong = "gradient of step {} is not finite" if finite else f"loss of step {{}} is {value}"
+        if self.nonfinite.scaled and self.nonfinite.overflow(bool(torch.isfinite(norm))):
+            usable = False  # no scale helps
         self._close_step(usable, norm, wrong.format(self.step + 1), batches)
         self.step += 1
         self.rates.go_to(self.step)
@@ -223,10 +241,8 @@ class Trainer:
             [torch.stack((self.bare.count(b).to(device), b.supervised.sum())) for b in batches]
         ).sum(0)
         count, supervised = self.accelerator.reduce(local, reduction="sum").unbind()
-        return (
-            self.accelerator.num_processes / count.clamp_min(1),
-            int(supervised) // self.copies,
-        )
+        scale = self.accelerator.num_processes / count.clamp_min(1)
+        return scale, int(supervised) // self.copies
 
     def _agree(self, total: Tensor) -> float:
         """The loss of the whole step, and whether to stop, which is decided together: or some
@@ -266,9 +282,9 @@ class Trainer:
         self.records.add(metrics)
         return loss
 
+    @torch.no_grad()
     def _row_loss(self, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            return self.engine.module(self.features(batch))[0]
+        return self.engine.module(self.features(batch))[0]
 
     def _log(self) -> None:
         """A line of means, on every process's behalf."""
@@ -294,17 +310,17 @@ class Trainer:
             return self._evaluated[1]
         head = self.served()
         head.eval()
-        results = self.evaluate(head, self.step)
+        found = self.evaluate(head, self.step)
         self.drafter.train()
+        results: dict[str, float] = on_main(self.accelerator, lambda: found)  # the same on all
         self._evaluated = (self.step, results)
         if self.step not in self.history.lengths:
             self.records.write(self.step, {f"eval/{name}": v for name, v in results.items()})
         self.history.add(self.step, results["acceptance_length"])
         logger.info("step %d: %s", self.step, {name: round(v, 3) for name, v in results.items()})
-        if self.config.evaluate.every and self.step == self.history.best_step:
-            self.accelerator.wait_for_everyone()
-            if self.step not in {step_of(path) for path in list_checkpoints(self.out)}:
-                self._save()
+        best = self.config.evaluate.every and self.step == self.history.best_step
+        if best and not self._is_saved():
+            self._save()
         return results
 
     def served(self) -> Drafter:
@@ -321,9 +337,8 @@ class Trainer:
         weights are set back to.
         """
         best = self.history.best_step
-        if self.config.evaluate.patience and best not in (None, self.step):
-            path = next(path for path in list_checkpoints(self.out) if step_of(path) == best)
-            found = load_checkpoint(path)
+        if self.config.evaluate.patience and best is not None and best != self.step:
+            found = load_checkpoint(checkpoint_of(self.out, best))
             self._load({**found.raw, **found.weights})
             self.average = None
         return self.served()
@@ -335,8 +350,8 @@ class Trainer:
     def _save(self) -> None:
         window = self.records.totals()
         head, optimizer = self.served(), self.engine.optimizer_state()
-        extra = self.average is not None or not all(n.startswith(HEAD) for n in self._names)
-        weights = self.engine.weights() if extra else None
+        head_only = all(name.startswith(HEAD) for name in self.engine.parameters)
+        weights = None if head_only and self.average is None else self.engine.weights()
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             state = {
@@ -348,15 +363,10 @@ class Trainer:
                 "data": self.dataset.state(),
                 "identity": self.identity,
             }
-            protected = [] if self.history.best_step is None else [self.history.best_step]
-            save_checkpoint(
-                self.out, self.step, head, optimizer, state, self.run.keep, weights, protected
-            )
+            best, keep = self.history.best_step, self.run.keep
+            protected = [] if best is None else [best]
+            save_checkpoint(self.out, self.step, head, optimizer, state, keep, weights, protected)
         self.accelerator.wait_for_everyone()
-
-    @property
-    def _names(self) -> list[str]:
-        return list(self.engine.parameters)
 
     def prepare(self) -> None:
         """Make the run folder ready, or restore the newest checkpoint; changes nothing if refused.
@@ -366,9 +376,7 @@ class Trainer:
             CheckpointError: it is damaged, or not allowed by ``run.resume``.
         """
         self._prepared = True
-        chosen = [find_checkpoint(self.out, self.run.resume)]
-        broadcast_object_list(chosen)
-        checkpoint = chosen[0]
+        checkpoint = on_main(self.accelerator, self._choose)
         if checkpoint is None:
             self.out.mkdir(parents=True, exist_ok=True)
             if self.accelerator.is_main_process:
@@ -376,6 +384,12 @@ class Trainer:
             return
         self._restore(checkpoint)
         logger.info("resuming %s at step %d", checkpoint, self.step)
+
+    def _choose(self) -> Path | None:
+        checkpoint = find_checkpoint(self.out, self.run.resume)
+        if checkpoint is not None:
+            check_files(checkpoint)
+        return checkpoint
 
     def _restore(self, checkpoint: Path) -> None:
         found = load_checkpoint(checkpoint)
@@ -398,10 +412,7 @@ class Trainer:
         self.records.restore(state["window"])
         if self.accelerator.is_main_process:
             self.records.cut(self.step)
-        self.accelerator.wait_for_everyone()
-        lines = [self.records.lines()]
-        broadcast_object_list(lines)
-        self.history.read(lines[0])
+        self.history.read(on_main(self.accelerator, self.records.lines))
 
 
 def _due(step: int, every: int) -> bool:

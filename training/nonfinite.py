@@ -13,6 +13,8 @@ from training.engines import Engine
 
 MAX_IN_A_ROW = 10
 """More skipped steps in a row than this are not an accident."""
+MAX_OVERFLOWS = 40
+"""fp16 halves its scale at each overflow; after so many in a row the scale is not at fault."""
 
 
 class NonFinite:
@@ -30,11 +32,16 @@ class NonFinite:
     def __init__(self, policy: str, engine: Engine) -> None:
         self.policy = policy
         self.scaled = engine.accelerator.scaler is not None
-        self.skipped, self._in_a_row = 0, 0
+        self.skipped, self._in_a_row, self._overflows = 0, 0, 0
 
     def fine(self) -> None:
         """A step was usable."""
         self._in_a_row = 0
+
+    def overflow(self, finite: bool) -> bool:
+        """Whether fp16 cannot go on; call with whether the step's gradient was finite."""
+        self._overflows = 0 if finite else self._overflows + 1
+        return self._overflows > MAX_OVERFLOWS
 
     def may_skip(self) -> bool:
         """Whether to leave the present step out; counts it if so."""

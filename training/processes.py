@@ -1,10 +1,13 @@
 """The processes of a run: accelerate's state, and who trains on what."""
 
+import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
 from transformers.integrations import unset_hf_deepspeed_config
 
 from training.engines import wants_fsdp
@@ -68,6 +71,11 @@ def _check_engine(accelerator: Accelerator, run: RunOptions, lora: bool) -> None
     name = "DeepSpeed" if deepspeed else "FSDP2"
     if run.mixed_precision == "fp16":
         raise ValueError(f"run.mixed_precision=fp16 does not go with {name}: use bf16 or no")
+    if not deepspeed and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise ValueError(
+            "fsdp_offload_params has no effect on how Headway shards a head: drop it from the "
+            "launch file"
+        )
     if lora:
         raise ValueError(f"lora.rank does not go with {name}: launch with data parallelism")
     if deepspeed and run.on_nonfinite == "skip":
@@ -75,6 +83,26 @@ def _check_engine(accelerator: Accelerator, run: RunOptions, lora: bool) -> None
             "run.on_nonfinite=skip does not go with DeepSpeed, which changes the weights before "
             "the gradient's norm is known: use stop"
         )
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on the main process, on all processes; its error too. For whatever is
+    decided by looking at files, which processes on several machines do not see at the same time.
+
+    Args:
+        accelerator: of this process; all call this together.
+        work: done by the main process alone; its result is pickled.
+    """
+    answer: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = work()
+        except (ValueError, OSError) as error:
+            answer[1] = error
+    broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def data_share(accelerator: Accelerator, parallel: str) -> tuple[int, int]:

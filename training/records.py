@@ -1,6 +1,7 @@
 """What a run says about itself: metric sums over processes, ``metrics.jsonl``, trackers."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,7 @@ class Records:
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """A line of the main process, and the trackers' (numbers alone)."""
+        values = {k: None if _broken(v) else v for k, v in values.items()}
         if self.accelerator.is_main_process:
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
@@ -88,6 +90,11 @@ class Records:
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, self.file)
+
+
+def _broken(value: object) -> bool:
+    """NaN and infinity, which JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -144,9 +144,15 @@ class RunOptions:
     """CPU threads; null leaves torch's choice."""
     parity: bool = True
     """Check training logits against decoding logits on the real target before step 1."""
+    memory_check: str = "refuse"
+    """A run that is predicted to need more than its device's memory: refuse it before its target is
+    loaded, warn and go on, or off: predict nothing.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError naming a field that is out of range."""
+        if self.memory_check == "False":  # what YAML reads in an unquoted off
+            self.memory_check = "off"
         for name in ("batch_size", "micro_batch_size", "log_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")
@@ -156,7 +162,11 @@ class RunOptions:
             raise ValueError(f"run.epochs must be positive, got {self.epochs}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"run.threads must be at least 1, got {self.threads}")
-        choices = {"mixed_precision": ("no", "bf16", "fp16"), "on_nonfinite": ("stop", "skip")}
+        choices = {
+            "mixed_precision": ("no", "bf16", "fp16"),
+            "on_nonfinite": ("stop", "skip"),
+            "memory_check": ("refuse", "warn", "off"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"run.{name} must be one of {known}, got {getattr(self, name)!r}")

@@ -27,6 +27,8 @@ Sleep = Callable[[float], Awaitable[Any]]
 
 RETRIED = (408, 409, 429)
 """Statuses below 500 that another try may mend."""
+REFUSED = (400, 413, 422)
+"""Statuses that say what is wrong with the prompt itself: it is too long, most often."""
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_ASKED_PAUSE = 1.0, 60.0, 300.0
 CONNECT_TIMEOUT = 10.0
 
@@ -37,6 +39,10 @@ class ServerError(ValueError):
 
 class PromptFailed(Exception):
     """One prompt cannot be answered; the others may."""
+
+
+class PromptRefused(PromptFailed):
+    """The server answered that it never will, or held the answer back."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,8 @@ class ServerClient:
         """The next assistant turn.
 
         Raises:
-            PromptFailed: the server refuses this prompt, or fails it however often it is asked.
+            PromptRefused: the server refuses this prompt.
+            PromptFailed: it fails it however often it is asked.
             ServerError: it refuses the key, or knows the model no longer.
         """
         body: dict[str, Any] = {
@@ -228,7 +235,8 @@ class ServerClient:
                 f"({_text(response)}): it offers {', '.join(offered or ()) or 'none'}"
             )
         if not response.is_success:
-            raise PromptFailed(f"status {response.status_code}: {_text(response)}")
+            failure = PromptRefused if response.status_code in REFUSED else PromptFailed
+            raise failure(f"status {response.status_code}: {_text(response)}")
         return read_reply(response)
 
     async def _offered(self) -> list[str] | None:
@@ -286,7 +294,7 @@ def read_reply(response: httpx2.Response) -> Reply:
     """The answer in a successful response.
 
     Raises:
-        PromptFailed: there is none, it was held back, or nothing of it is text.
+        PromptFailed: there is none; PromptRefused: it was held back, or nothing of it is text.
     """
     try:
         data = response.json()
@@ -297,7 +305,8 @@ def read_reply(response: httpx2.Response) -> Reply:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise PromptFailed(f"the reply is no chat completion: {_text(response)}") from error
     if reason not in ("stop", "length", "tool_calls"):
-        raise PromptFailed(f"the answer ended by {reason!r}")
+        failure = PromptRefused if reason == "content_filter" else PromptFailed
+        raise failure(f"the answer ended by {reason!r}")
     finish = "length" if reason == "length" else "stop"
     message = {
         "role": "assistant",
@@ -310,11 +319,11 @@ def read_reply(response: httpx2.Response) -> Reply:
         # The last character may have been cut within; what is left of it is not the target's.
         message["content"] = message["content"].rstrip("\ufffd")
     if finish == "length" and not exact and not message["content"].strip():
-        raise PromptFailed("the answer was cut short before its text began: allow longer ones")
+        raise PromptRefused("the answer was cut short before its text began: allow longer ones")
     try:
         (cleaned,) = clean_messages([message])
     except MaskError as error:
-        raise PromptFailed(str(error)) from error
+        raise PromptRefused(str(error)) from error
     return Reply(
         cleaned,
         finish,

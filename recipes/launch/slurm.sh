@@ -25,10 +25,15 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170
 
 stopping=
-trap 'stopping=yes; kill -TERM "$steps"' TERM
+# scancel signals the processes of the steps alone, neither this script nor srun: srun would answer
+# SIGTERM by killing them before they have saved.
+trap 'stopping=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+# srun does not take --cpus-per-task from the job (since Slurm 22.05). When one node fails the others
+# are ended instead of waiting for it; nodes told to stop leave only once the checkpoint is written.
 # The inner shell runs on each node, where SLURM_NODEID is that node's rank.
 # shellcheck disable=SC2016
-srun bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch \
+srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+  bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch \
   --config_file "$launch" \
   --num_machines "$SLURM_JOB_NUM_NODES" \
   --num_processes $((SLURM_JOB_NUM_NODES * gpus)) \

@@ -23,6 +23,7 @@ def main() -> None:
         "rank": accelerator.process_index,
         "fsdp": wants_fsdp(accelerator),
         "fsdp_version": os.environ.get("FSDP_VERSION"),
+        "empty_targets": os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "zero": plugin.deepspeed_config if plugin else None,
     }
     sys.stdout.write("\n" + json.dumps(line, default=str) + "\n")

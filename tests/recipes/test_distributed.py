@@ -60,6 +60,35 @@ def launch(arguments: list[str], launcher: list[str]) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
+def test_two_processes_answer_a_share_each(tmp_path: Path, arguments: list[str]) -> None:
+    """One that cannot write stops both with one reason; what the other wrote is kept."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    rows = [{"prompt": f"{'so ' * (i % 3)}{i}"} for i in range(10)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [one for one in arguments if not one.startswith("--data.train")]
+    given += [f"--data.train=[{prompts}]", "--data.regenerate=true", "--data.answer_tokens=8"]
+    given += ["--data.answer_batch=2", f"--run.out={out}", "--run.steps=2"]
+    blocked = out / "answers.1-of-2.jsonl"
+    blocked.mkdir(parents=True)
+    run = launch(given, TWO)
+    _, stderr = run.communicate(timeout=240)
+    assert run.returncode != 0
+    assert "error: answers: process 1 of 2: " in stderr and blocked.name in stderr
+    kept = (out / "answers.0-of-2.jsonl").read_text().splitlines()
+    assert 0 < len(kept) <= 5
+    blocked.rmdir()
+    run = launch(given, TWO)
+    stdout, stderr = run.communicate(timeout=240)
+    assert run.returncode == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["steps"] == 2
+    lines = (out / "answers.jsonl").read_text().splitlines()
+    assert lines[: len(kept)] == kept, "not answered again"
+    said = sorted(json.loads(line)["messages"][0]["content"] for line in lines)
+    assert said == sorted(row["prompt"] for row in rows)
+    assert not [path for path in out.iterdir() if "-of-" in path.name or ".failed" in path.name]
+
+
 def losses(out: Path) -> list[float]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["train/loss"] for line in lines if "train/loss" in line]

@@ -46,6 +46,15 @@ def test_accelerate_reads_it(name: str) -> None:
     assert f"recipes/launch/{name}.yaml" in path.read_text(), "the comment says how to use it"
 
 
+def test_fsdp_keys_have_an_effect() -> None:
+    """The engine shards with torch's own ``fully_shard``, which reads none of the other keys."""
+    found: Any = load_config_from_file(str(LAUNCH / "fsdp2.yaml"))
+    assert set(found.fsdp_config) == {"fsdp_version", "fsdp_cpu_ram_efficient_loading"}
+    parser = launch_command_parser()
+    for name, value in found.fsdp_config.items():
+        assert parser.get_default(name) != str(value).lower(), f"{name} is accelerate's default"
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_the_command_line_of_its_comment_parses(name: str) -> None:
     """As `accelerate launch` merges file and options, before it starts anything."""
@@ -69,8 +78,8 @@ def test_the_command_line_of_its_comment_parses(name: str) -> None:
         kind for kind in kinds if kind == TYPES[name]
     ]
     if name == "fsdp2":
-        assert (args.fsdp_version, args.fsdp_auto_wrap_policy) == (2, "NO_WRAP")
-        assert args.fsdp_cpu_ram_efficient_loading is False
+        assert args.fsdp_version == 2
+        assert args.fsdp_cpu_ram_efficient_loading is False, "targets would be without weights"
     if name.startswith("zero"):
         assert args.zero_stage == int(name[-1])
     if name == "zero3":
@@ -122,6 +131,7 @@ def test_processes_without_a_gpu(name: str) -> None:
     assert {line["fsdp"] for line in found} == {name == "fsdp2"}
     if name == "fsdp2":
         assert {line["fsdp_version"] for line in found} == {"2"}
+        assert {line["empty_targets"] for line in found} == {"false"}
 
 
 @pytest.mark.slow
@@ -163,11 +173,39 @@ def test_the_slurm_file_is_a_shell_script() -> None:
     assert subprocess.run(["bash", "-n", str(LAUNCH / "slurm.sh")], check=False).returncode == 0
 
 
-STUBS = {
-    # One node: run the task here, as its own process, and hand it what srun was given.
-    "srun": 'export SLURM_NODEID=0; exec "$@"',
-    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$ASKED"; fi',
-}
+SRUN = """
+import os, pathlib, signal, subprocess, sys, psutil
+here = pathlib.Path(os.environ["HERE"])
+at = sys.argv.index("bash")
+(here / "options").write_text("\\n".join(sys.argv[1:at]))
+# One node: its task runs here.
+task = subprocess.Popen(sys.argv[at:], env={**os.environ, "SLURM_NODEID": "0"})
+
+def kill(*_):
+    one = psutil.Process(task.pid)
+    for process in [*one.children(recursive=True), one]:
+        process.kill()
+
+signal.signal(signal.SIGTERM, kill)
+(here / "task").write_text(str(task.pid))
+sys.exit(task.wait())
+"""
+SCANCEL = """
+import os, pathlib, sys, psutil
+assert sys.argv[1:] == ["--signal=TERM", os.environ["SLURM_JOB_ID"]], sys.argv
+one = psutil.Process(int((pathlib.Path(os.environ["HERE"]) / "task").read_text()))
+for process in [one, *one.children(recursive=True)]:
+    process.terminate()
+"""
+SCONTROL = """
+import os, pathlib, sys
+if sys.argv[1] == "show":
+    print("127.0.0.1")
+else:
+    (pathlib.Path(os.environ["HERE"]) / "asked").write_text(" ".join(sys.argv[1:]))
+"""
+STUBS = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}
+"""Slurm's commands: a SIGTERM to srun itself kills the tasks, scancel's reaches them alone."""
 WAITING = """
 import signal, sys, time, pathlib
 from accelerate import PartialState
@@ -183,38 +221,67 @@ sys.exit(130)
 """
 
 
-@pytest.mark.slow
-def test_slurm_stops_early_saves_and_queues_again(tmp_path: Path) -> None:
-    """The script itself, with stand-ins for Slurm's commands and for the training."""
+def slurm_job(folder: Path, *arguments: str, **environment: str | None) -> subprocess.Popen[str]:
+    """``slurm.sh`` with stand-ins for Slurm's commands, in a folder.
+
+    Args:
+        folder: to run in; what the stand-ins were told is written there.
+        arguments: of the script.
+        environment: of the job, beside Slurm's; None leaves a variable out.
+    """
     for name, body in STUBS.items():
-        stub = tmp_path / name
-        stub.write_text(f"#!/bin/bash\n{body}\n")
+        stub = folder / name
+        stub.write_text(f"#!{sys.executable}{body}")
         stub.chmod(0o755)
-    package = tmp_path / "recipes"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "train.py").write_text(WAITING)
-    asked = tmp_path / "asked"
-    environment = {
+    wanted: dict[str, str | None] = {
         **os.environ,
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HERE": str(folder),
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LAUNCH": str(LAUNCH / "multi_node.yaml"),
-        "SLURM_JOB_ID": str(int(free_port()) % 20000),
+        "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "4",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "ASKED": str(asked),
+        **environment,
     }
-    job = subprocess.Popen(
-        ["bash", str(LAUNCH / "slurm.sh"), str(tmp_path), "--run.out", "a b"],
-        cwd=tmp_path,
-        env=environment,
+    return subprocess.Popen(
+        ["bash", str(LAUNCH / "slurm.sh"), *arguments],
+        cwd=folder,
+        env={name: value for name, value in wanted.items() if value is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@pytest.mark.parametrize("cpus", ["4", None])
+def test_slurm_steps_get_the_cores_of_the_job(tmp_path: Path, cpus: str | None) -> None:
+    """And a failure is the job's; it is not queued again."""
+    accelerate = tmp_path / "accelerate"
+    accelerate.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 3\n')
+    accelerate.chmod(0o755)
+    job = slurm_job(tmp_path, "--run.out", "a b", SLURM_CPUS_PER_TASK=cpus)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 3, output
+    options = (tmp_path / "options").read_text().splitlines()
+    assert options == ["--kill-on-bad-exit=1", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    assert output.splitlines()[:3] == ["launch", "--machine_rank", "0"]
+    assert output.splitlines()[-4:] == ["-m", "recipes.train", "--run.out", "a b"]
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.slow
+def test_slurm_stops_early_saves_and_queues_again(tmp_path: Path) -> None:
+    """The script itself, with stand-ins for Slurm's commands and for the training."""
+    package = tmp_path / "recipes"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(WAITING)
+    number = str(int(free_port()) % 20000)
+    job = slurm_job(tmp_path, str(tmp_path), "--run.out", "a b", SLURM_JOB_ID=number)
     deadline = time.time() + 300
     while len(list(tmp_path.glob("ready-*"))) < 2 and job.poll() is None:
         assert time.time() < deadline
@@ -224,5 +291,5 @@ def test_slurm_stops_early_saves_and_queues_again(tmp_path: Path) -> None:
     saved = sorted(path.name for path in tmp_path.glob("saved-*"))
     assert saved == ["saved-0", "saved-1"], output
     assert (tmp_path / "saved-0").read_text() == "--run.out a b"
-    assert asked.read_text().split() == ["requeue", environment["SLURM_JOB_ID"]]
+    assert (tmp_path / "asked").read_text() == f"requeue {number}"
     assert job.returncode != 0

@@ -2,19 +2,23 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
-from drafters import build_drafter
-from recipes import memory, train
+from drafters import TargetModel, build_drafter
+from recipes import dryrun, memory, train
 from recipes.dryrun import HEAD, PASS, TARGET, StepTrace, measure_step, trace_step
 from recipes.memory import (
+    AVERAGE,
     ENGINE,
     STATES,
+    TWIN,
     DoesNotFit,
     check_memory,
     launched,
@@ -23,7 +27,9 @@ from recipes.memory import (
 )
 from recipes.plan import make_plan, parse_plan, plan_command, run
 from recipes.shadow import COPIES, VOCABULARY, Shadow
+from recipes.timing import time_step
 from tests.tiny import save_tiny_target, tiny_target
+from tests.zoo import zoo_target
 from training.config import TrainConfig, parse_config
 from training.store.encoding import predicted_bytes, row_tensors
 
@@ -44,18 +50,22 @@ def arguments(*flags: str, family: str = "eagle3", length: int = 64) -> list[str
 
 
 def config_of_target() -> Any:
-    return tiny_target(torch.float32, hidden=64, vocab=VOCAB).model.config
+    return llama().model.config
 
 
-def measured(config: TrainConfig) -> StepTrace:
+def llama() -> TargetModel:
+    return tiny_target(torch.float32, hidden=64, vocab=VOCAB)
+
+
+def measured(config: TrainConfig, make: Callable[[], TargetModel] = llama) -> StepTrace:
     """The same micro-batch with data, on the CPU, every tensor watched."""
     with Shadow(real=True) as shadow:
         with shadow.counting(TARGET):
-            target = tiny_target(torch.float32, hidden=64, vocab=VOCAB)
+            target = make()
         with shadow.counting(HEAD):
             fields = config.drafter.head_fields()
             drafter = build_drafter(config.drafter.family, target, **fields)
-            counts = torch.zeros(VOCAB, dtype=torch.int64)
+            counts = torch.zeros(target.vocab_size, dtype=torch.int64)
             drafter.set_draft_vocab(counts, start="random")
         return measure_step(shadow, config, target, drafter, accumulates=True)
 
@@ -75,9 +85,33 @@ def test_a_dry_run_counts_what_a_real_step_allocates(
     config = configured(*flags, "--loss.chunk", "64", family=family, length=length)
     real, dry = measured(config), trace_step(config, config_of_target())
     assert (dry.trained, dry.target_bytes) == (real.trained, real.target_bytes)
+    weights = sum(parameter.nbytes for parameter in llama().model.parameters())
+    assert dry.target_bytes == weights, "a LoRA is not the target's own"
+    assert (dry.lora_bytes == real.lora_bytes > 0) == bool(config.lora.rank)
     assert dry.target_flops == real.target_flops
     assert (dry.target_flops > 0) == (not config.lora.rank), "with a LoRA it runs inside the loss"
     assert dry.head_flops == pytest.approx(real.head_flops, rel=0.05)
+    assert sum(dry.at_peak.values()) == pytest.approx(sum(real.at_peak.values()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("mixtral", ()),
+        ("qwen3_moe", ("--lora.rank", "2")),
+        ("olmoe", ()),
+        ("gpt_oss", ("--target.attn_implementation", "eager")),
+        ("deepseek_v3", ()),
+    ],
+)
+def test_experts_in_float32_are_counted(name: str, flags: tuple[str, ...]) -> None:
+    """Torch knows the shapes of what experts multiply in bfloat16 only."""
+    head = ("--drafter.draft_vocab_size", "50", "--loss.steps", "1")
+    config = configured(*head, *flags, length=96)
+    real = measured(config, lambda: zoo_target(name, torch.float32))
+    dry = trace_step(config, zoo_target(name, torch.float32).model.config)
+    assert (dry.target_flops, dry.head_flops) == (real.target_flops, real.head_flops)
+    assert (dry.target_flops or dry.lora_bytes) and dry.target_bytes == real.target_bytes
     assert sum(dry.at_peak.values()) == pytest.approx(sum(real.at_peak.values()), rel=0.1)
 
 
@@ -107,10 +141,19 @@ def test_what_is_turned_down_takes_less() -> None:
 
 
 def test_engines_share_out_what_they_say() -> None:
-    config = configured("--loss.steps", "1", "--optim.ema", "0.9")
+    config, without = (
+        configured("--loss.steps", "1", *ema) for ema in (("--optim.ema", "0.9"), ())
+    )
     trace = trace_step(config, config_of_target())
     w = trace.head_bytes
     one = plan_memory(config, trace).parts
+    for engine, always in (("ddp", False), ("zero2", False), ("fsdp2", True), ("zero3", True)):
+        plain = plan_memory(without, trace, 4, engine)
+        averaged = plan_memory(config, trace, 4, engine)
+        assert (averaged.parts[TWIN], plain.parts.get(TWIN, 0)) == (w, w * always), "is evaluated"
+        extra = averaged.total - plain.total
+        assert extra == averaged.parts[AVERAGE] + (w if not always else 0)
+    assert (one[TWIN], TWIN in plan_memory(without, trace).parts) == (w, False)
     assert (one[HEAD], one[STATES], one.get(ENGINE)) == (w, 2 * w, None)
     ddp = plan_memory(config, trace, 4).parts
     assert (ddp[STATES], ddp[ENGINE]) == (2 * w, w)
@@ -203,7 +246,8 @@ def test_data_and_weights_that_are_there_are_used(tmp_path: Path) -> None:
     assert counted["exact"] and counted["rows"] == 12
     assert letters <= counted["supervised_tokens"] + 12 <= letters + 36  # trimmed ends, end tokens
     assert plan["steps"] == max(1, counted["sequences"] // 2)
-    assert "timed here" in plan["seconds_from"]
+    assert "2 micro-batches and an optimizer step timed here" in plan["seconds_from"]
+    assert "the target's pass" in plan["seconds_from"]
     tensors = row_tensors([2, 3, 4], 32, "fp8")
     wanted = predicted_bytes(tensors, 12, counted["tokens"]) / 1e9
     assert plan["disk_gb"]["features_fp8"] == pytest.approx(wanted)
@@ -259,3 +303,119 @@ def test_a_run_is_refused_before_it_starts(bare: Path, monkeypatch: pytest.Monke
     assert warning is not None and "are free" in warning
     monkeypatch.setattr(memory, "device_memory", lambda device: (10**11, 10**11))
     assert check_memory(config, device) is None
+
+
+def test_a_refusal_names_the_way_past_it(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--loss.steps", "1", "--target.name", str(bare))
+    monkeypatch.setattr(memory, "device_memory", lambda device: (10**6, 10**6))
+    monkeypatch.setattr(memory, "SMALL_TARGET", 0)
+    device = torch.device("cpu")
+    with pytest.raises(DoesNotFit, match=r"run\.memory_check=warn starts it"):
+        check_memory(configured(*flags), device)
+    warned = check_memory(configured(*flags, "--run.memory_check", "warn"), device)
+    assert warned is not None and "does not fit into" in warned and "=warn" not in warned
+    monkeypatch.setattr(memory, "trace_step", None)  # nothing is predicted
+    assert check_memory(configured(*flags, "--run.memory_check", "off"), device) is None
+    with pytest.raises(ValueError, match=r"run\.memory_check must be one of"):
+        configured("--run.memory_check", "sometimes")
+
+
+@pytest.mark.parametrize("where", ["measure_step", "_model"])
+def test_what_fails_without_data_stops_no_run(
+    bare: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise problem
+
+    problem: Exception = RuntimeError("no such kernel\nat: somewhere")
+    monkeypatch.setattr(dryrun, where, fail)
+    monkeypatch.setattr(memory, "SMALL_TOKENS", 0 if where == "measure_step" else 4096)
+    flags = ("--loss.steps", "1", "--target.name", str(bare))
+    found = check_memory(configured(*flags), torch.device("cpu"))
+    assert found == "memory could not be predicted: RuntimeError: no such kernel"
+    with pytest.raises(SystemExit):
+        run(["--plan", *arguments(*flags)])
+    assert "error: memory could not be predicted" in capsys.readouterr().err
+    problem = ValueError("drafter.x is wrong")
+    with pytest.raises(ValueError, match="x is wrong"):
+        check_memory(configured(*flags), torch.device("cpu"))
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "passes"),
+    [
+        ((), "the target's pass, the head", 4),
+        (("--data.features", "stored"), "the head alone, on stored hidden states", 0),
+        (("--lora.rank", "2", "--lora.start", "0.5"), "its target with a LoRA", 4),
+    ],
+)
+def test_what_is_timed_is_what_a_step_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    said: str,
+    passes: int,
+) -> None:
+    folder = save_tiny_target(tmp_path / "target", torch.float32)
+    head = ("--loss.steps", "1", "--drafter.draft_vocab_size", "50")
+    config = configured("--target.name", str(folder), *head, *flags)
+    forward, adamw = TargetModel.forward, torch.optim.AdamW.step
+    with_gradients: list[bool] = []
+    stepped: list[None] = []
+
+    def pass_counted(self: TargetModel, ids: torch.Tensor, *given: Any, **options: Any) -> Any:
+        if ids.shape[1] == config.data.max_length:  # others check the target
+            with_gradients.append(options.get("gradients", False))
+        return forward(self, ids, *given, **options)
+
+    def step_counted(*given: Any) -> Any:
+        stepped.append(None)
+        return adamw(*given)
+
+    monkeypatch.setattr(TargetModel, "forward", pass_counted)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_counted)
+    one, step, what = time_step(config, None, 3, accumulates=False)
+    assert one > 0 and step > 0 and said in what
+    assert sum(x == bool(config.lora.rank) for x in with_gradients) == passes, "one warms up"
+    assert len(stepped) == 2, "one warms up"
+
+
+def written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("--lora.rank", "4"), ("--optim.ema", "0.9"), ("--optim.name", "muon"), ()],
+    ids=["lora", "ema", "muon", "plain"],
+)
+def test_a_run_writes_what_its_plan_says(
+    tmp_path: Path, fresh_accelerate: None, flags: tuple[str, ...]
+) -> None:
+    folder = save_tiny_target(tmp_path / "target", torch.float32)
+    rows = [{"prompt_ids": [5, 6, 7], "answer_ids": list(range(10, 30))} for _ in range(8)]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [
+        *("--target.name", str(folder), "--data.train", f"[{data}]", "--target.device", "cpu"),
+        *("--drafter.draft_vocab_size", "null", "--loss.steps", "1", "--run.steps", "2"),
+        *("--run.save_every", "1", "--run.keep", "3", "--run.parity", "false"),
+        *("--run.out", str(out), *flags),
+    ]
+    options, config = parse_plan(["--plan", *arguments(*given)])
+    plan = make_plan(options, config)
+    train.main(arguments(*given))
+    names = ["head", "checkpoints", *(["lora", "target"] if config.lora.rank else [])]
+    assert {f"{out}/{name}/" for name in names} <= set(plan["files"])
+    assert plan["disk_gb"]["run"] * 1e9 == pytest.approx(written(out), rel=0.02)

@@ -91,6 +91,13 @@ def test_a_recipe_names_its_sizes_and_keeps_its_batch(path: Path, folders: Path)
     assert config.run.out.removeprefix("outputs/").split("/")[0] == target_of(path)
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipe_that_has_its_prompts_answered_names_the_faster_way(path: Path) -> None:
+    text = path.read_text()
+    hint = "\n# Answers come faster from a server: --data.answer_server http://localhost:8000/v1\n"
+    assert "regenerate: true" in text and hint in text
+
+
 @pytest.mark.parametrize(
     ("name", "billions", "text_billions"),
     [

@@ -1,6 +1,7 @@
 """Trackers of accelerate, by name, without a network."""
 
 import json
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from recipes.train import main
+from recipes.train import main, tracker_options
 from tests.tiny import save_tiny_target
 
 
@@ -49,12 +50,23 @@ def train(tmp_path: Path, tracker: str) -> Path:
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    train(tmp_path, "wandb")
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    (record,) = run.glob("*.wandb")
+    out = train(tmp_path, "wandb")
+    identity = (out / "tracker_id").read_text()
+    (run,) = (tmp_path / "wandb").glob(f"offline-run-*{identity}")
+    record, deadline = run / f"run-{identity}.wandb", time.time() + 60
+    while b"train/loss" not in record.read_bytes() and time.time() < deadline:
+        time.sleep(0.1)  # wandb's own process writes it
     content = record.read_bytes()
     for name in (b"train/loss", b"optim.lr", b"drafter."):
         assert name in content, name
+
+
+def test_a_resumed_run_goes_on_in_the_tracker(tmp_path: Path) -> None:
+    first = tracker_options(tmp_path, ["wandb", "tensorboard"], resumed=False)
+    assert first["wandb"]["resume"] == "allow"
+    assert tracker_options(tmp_path, ["wandb"], resumed=True) == first
+    assert tracker_options(tmp_path, ["wandb"], resumed=False) != first, "a new run"
+    assert tracker_options(tmp_path, ["tensorboard"], resumed=True) == {}
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")

@@ -83,7 +83,7 @@ def test_all_steps_run_on_the_same_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(ROOT)
     for cuda, device in ((False, "cpu"), (True, "auto")):
         devices = [
-            args.target.device if name == "train" else args.device
+            args.target.device if name == "train" else args.device or "auto"
             for (name, _), args in parsed(cuda).items()
             if name != "fetch"
         ]

@@ -160,13 +160,44 @@ def test_a_failing_prompt_loses_no_other(tmp_path: Path, caplog: pytest.LogCaptu
     assert len(read(out)) == 7
 
 
-def test_a_turn_that_fails_leaves_its_conversation_for_later(tmp_path: Path) -> None:
+def refusing(said: str, status: int = 400) -> FakeServer:
     def respond(body: dict) -> httpx2.Response:
-        return httpx2.Response(400) if last_said(body) == "three" else completion()
+        if last_said(body) == said:
+            return httpx2.Response(status, text="context length exceeded")
+        return completion(f"to {last_said(body)}")
 
+    return FakeServer(respond)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_later_turn_that_is_refused_ends_its_conversation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """What was answered before is kept, as where the target answers in process."""
     out = tmp_path / "out.jsonl"
-    assert len(answer(FakeServer(respond), out, [*TURNS, *ROWS]).failures) == 1
+    answered = answer(refusing("three", status), out, [*TURNS, *ROWS])
+    assert (answered.written, answered.failures) == (8, [])
+    row = next(row for row in read(out) if row["messages"][0]["content"] == "one")
+    assert [m["content"] for m in row["messages"]] == ["one", "to one", "two", "to two"]
+    assert [one["turn"] for one in row["written"]] == [1, 3] and row["answered_by"] == "tiny"
+    assert "1 conversations end before a turn" in caplog.text
+    assert "context length exceeded" in caplog.text
+    assert answer(FakeServer(), out, [*TURNS, *ROWS]).written == 0
+
+
+def test_a_first_turn_that_is_refused_fails(tmp_path: Path) -> None:
+    answered = answer(refusing("one"), tmp_path / "out.jsonl", [*TURNS, *ROWS])
+    assert (answered.written, len(answered.failures), answered.endings) == (7, 1, [])
+
+
+@pytest.mark.parametrize("status", [402, 500])
+def test_a_later_turn_that_another_try_may_answer_leaves_its_conversation_for_later(
+    tmp_path: Path, status: int
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert len(answer(refusing("three", status), out, [*TURNS, *ROWS]).failures) == 1
     assert len(read(out)) == 7
+    assert answer(FakeServer(), out, [*TURNS, *ROWS]).written == 1
 
 
 def test_many_failures_in_a_row_stop_the_run(
@@ -251,6 +282,26 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     answered = answer(FakeServer(), out, rows, tiny_tokenizer(), max_prompt_tokens=40)
     assert (answered.written, answered.left_out) == (1, 1)
     assert set(by_prompt(out)) == {"short"}
+
+
+def test_a_later_turn_that_is_too_long_is_not_asked(tmp_path: Path) -> None:
+    rows = [{"turns": ["hi", "long " * 30, "never asked"]}, {"turns": ["hi", "and you"]}]
+    server, out = FakeServer(), tmp_path / "out.jsonl"
+    answered = answer(server, out, rows, tiny_tokenizer(), max_prompt_tokens=60)
+    assert (answered.written, answered.left_out, answered.failures) == (2, 0, [])
+    assert sorted(len(row["messages"]) for row in read(out)) == [2, 4]
+    assert len(server.bodies) == 3
+
+
+def test_a_later_turn_that_the_template_refuses_is_not_asked(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    refuses = "{% if messages[-1].content == 'two' %}{{ raise_exception('not two') }}{% endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    out = tmp_path / "out.jsonl"
+    answered = answer(FakeServer(), out, TURNS, tokenizer)
+    assert (answered.written, answered.failures) == (1, [])
+    (row,) = read(out)
+    assert [m["content"] for m in row["messages"]] == ["one", "to one"]
 
 
 def test_another_chat_template_at_the_server_is_warned_of_once(

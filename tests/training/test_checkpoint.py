@@ -18,6 +18,7 @@ from tests.tiny import tiny_target
 from training import checkpoint
 from training.checkpoint import (
     CheckpointError,
+    check_files,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -75,6 +76,7 @@ def save(out: Path, step: int, keep: int = 9, **state: Any) -> Path:
 
 
 def load(folder: Path, engine: Engine) -> dict[str, Any]:
+    check_files(folder)
     found = load_checkpoint(folder)
     engine.load_weights(found.raw)
     engine.load_optimizer_state(found.optimizer)
@@ -179,7 +181,10 @@ def test_find_checkpoint(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "none") is None
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     assert find_checkpoint(tmp_path, "auto") == second
-    assert find_checkpoint(tmp_path, str(first)) == first
+    with pytest.raises(CheckpointError, match=r"holds step-000002, which a run from step 1"):
+        find_checkpoint(tmp_path, str(first))
+    assert find_checkpoint(tmp_path, str(second)) == second
+    assert find_checkpoint(tmp_path / "elsewhere", str(first)) == first
     with pytest.raises(CheckpointError, match=r"run\.resume=none .* step-000002"):
         find_checkpoint(tmp_path, "none")
     with pytest.raises(CheckpointError, match=r"run\.resume: .* \(no trainer_state\.json"):
@@ -279,7 +284,7 @@ def test_damaged_checkpoint_is_named(
     folder = save(tmp_path, 1)
     damage(folder / name)
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged .* delete it"):
-        load_checkpoint(folder)
+        check_files(folder)
 
 
 def test_a_checkpoint_without_digests_is_refused(tmp_path: Path) -> None:
@@ -288,7 +293,7 @@ def test_a_checkpoint_without_digests_is_refused(tmp_path: Path) -> None:
     del state["files"]
     (folder / "trainer_state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=r"earlier version .* drafter\.init_from"):
-        load_checkpoint(folder)
+        check_files(folder)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

@@ -831,6 +831,17 @@ def test_bad_steps_without_end_stop(tmp_path: Path) -> None:
     assert trainer.nonfinite.skipped == 10
 
 
+def test_fp16_that_no_scale_helps_stops(tmp_path: Path) -> None:
+    """The scaler leaves overflowing steps out by itself; it must not do so for ever."""
+    trainer = make_trainer(make_config(tmp_path, run={"steps": 100}))
+    trainer.nonfinite.scaled = True
+    with torch.no_grad():
+        trainer.drafter.target.model.model.layers[1].mlp.down_proj.weight.fill_(torch.nan)
+    trainer._agree = lambda total: 1.0  # what is not finite is the gradient alone
+    with pytest.raises(TrainingError, match="gradient of step 41 is not finite"):
+        trainer.train()
+
+
 # --- moving average, patience
 
 
@@ -924,6 +935,19 @@ def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(
         config, evaluate=lambda head, step: seen.append(step) or {"acceptance_length": 1.0}
     ).train()
     assert seen == [4, 8]
+
+
+def test_a_signal_during_an_evaluation_stops_behind_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"save_every": 0})
+    config.evaluate = EvalOptions(prompts="p", every=3)
+
+    def evaluate(head: Any, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"acceptance_length": 1.0}
+
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 3"):
+        make_trainer(config, evaluate=evaluate).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003"]
 
 
 # --- full disks

@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 from training import processes
-from training.processes import data_share, make_accelerator
+from training.processes import data_share, make_accelerator, on_main
 from training.run_options import RunOptions
 
 
@@ -57,6 +57,26 @@ def test_what_goes_with_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bf16_is_left_to_the_objective(tmp_path: Path) -> None:
     assert make(tmp_path, mixed_precision="bf16").mixed_precision == "no"
+
+
+def test_an_offload_that_would_not_happen_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "wants_fsdp", lambda accelerator: True)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(ValueError, match="fsdp_offload_params has no effect"):
+        make(tmp_path)
+
+
+def test_what_the_main_process_finds_or_fails_at(tmp_path: Path) -> None:
+    accelerator = make(tmp_path)
+    assert on_main(accelerator, lambda: [1, "two"]) == [1, "two"]
+
+    def fail() -> None:
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        on_main(accelerator, fail)
 
 
 def test_who_trains_on_what(tmp_path: Path) -> None:

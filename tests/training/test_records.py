@@ -1,6 +1,7 @@
 """Metric sums over processes, and the file of lines."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_lines_past_a_step_and_torn_ones_are_cut(made: Records) -> None:
     assert made.file.read_text() == "".join(
         json.dumps({"step": step, "train/loss": step / 2}) + "\n" for step in (1, 2)
     )
+
+
+def test_numbers_that_json_does_not_have_are_null(made: Records) -> None:
+    made.write(1, {"a": math.nan, "b": math.inf, "c": 1.5})
+    assert "NaN" not in made.file.read_text()
+    assert made.lines() == [{"step": 1, "a": None, "b": None, "c": 1.5}]
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path, made: Records) -> None:

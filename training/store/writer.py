@@ -7,7 +7,6 @@ is killed at whatever moment, the folder is a valid store and the same command c
 Legend: n tokens, D hidden.
 """
 
-import fcntl
 import logging
 import shutil
 import time
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters import TargetModel
+from training import locks
 from training.store.documents import Document, Job, sha256
 from training.store.encoding import (
     LAST,
@@ -62,13 +62,11 @@ def claim(folder: Path) -> Iterator[None]:
             f"feature store: cannot write to {folder} ({error}): name another folder"
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not locks.lock(lock):
             raise StoreError(
                 f"feature store: another extraction is writing to {folder}: wait for its end, or "
                 "name another folder"
-            ) from error
+            )
         yield
 
 
