@@ -32,12 +32,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils.quantization_config import Mxfp4Config
 
 if TYPE_CHECKING:
     from drafters.target import TargetModel

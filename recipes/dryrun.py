@@ -5,7 +5,7 @@ on them as it is (``recipes.shadow``). A micro-batch is taken to be full and who
 worst that data can be.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +212,7 @@ def nothing_moves() -> Iterator[None]:
     already, and torch cannot do that to parameters without data.
     """
     move = nn.Module.to
-    nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign]
+    nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -275,7 +275,7 @@ def measure_step(
     )
 
 
-def _sizes(target: TargetModel, objective: Objective, weights: list[Tensor]) -> dict[str, Any]:
+def _sizes(target: TargetModel, objective: Objective, weights: Sequence[Tensor]) -> dict[str, Any]:
     trained, model = {id(p) for p in weights}, target.model
     frozen = [p for p in model.parameters() if id(p) not in trained]  # without a LoRA
     layers = [

@@ -159,10 +159,10 @@ def _seconds(
     """Seconds per optimizer step of one process, and what they are from."""
     here = options.device_gb is None and options.processes == 1
     if here and fits and options.timed_steps and has_weights(config.target.name):
-        one, step, what = time_step(config, facts.dataset, options.timed_steps, micro_batches > 1)
+        one, last, what = time_step(config, facts.dataset, options.timed_steps, micro_batches > 1)
         how = f"{options.timed_steps} micro-batches and an optimizer step timed here ({what})"
-        return one * micro_batches + step, how
-    operations = (trace.target_flops + trace.head_flops) * micro_batches
+        return one * micro_batches + last, how
+    operations: float = (trace.target_flops + trace.head_flops) * micro_batches
     if config.target.parallel == "tensor":
         operations -= trace.target_flops * micro_batches * (1 - 1 / options.processes)
     how = f"{operations / 1e12:.2f} TFLOP at {options.tflops:g} TFLOP/s achieved (--tflops)"

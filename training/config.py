@@ -44,8 +44,8 @@ class TrainConfig:
         if self.target.parallel != "none" and self.data.regenerate and not self.data.answer_server:
             raise ValueError(
                 f"target.parallel={self.target.parallel} does not go with data.regenerate in "
-                "process, where the main process answers alone: give data.answer_server, or answer "
-                "first with scripts.generate_answers"
+                "process, where each process answers prompts of its own: give data.answer_server, "
+                "or answer first with scripts.generate_answers"
             )
         if self.run.mixed_precision == "fp16" and self.optim.name == "muon":
             raise ValueError("optim.name=muon does not go with run.mixed_precision=fp16: use bf16")

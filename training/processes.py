@@ -97,7 +97,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
     if accelerator.is_main_process:
         try:
             answer[0] = work()
-        except (ValueError, OSError) as error:
+        except Exception as error:  # raised again below, or the others would wait for ever
             answer[1] = error
     broadcast_object_list(answer)
     if answer[1] is not None:

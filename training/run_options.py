@@ -153,6 +153,8 @@ class RunOptions:
         """Raise ValueError naming a field that is out of range."""
         if self.memory_check == "False":  # what YAML reads in an unquoted off
             self.memory_check = "off"
+        if self.mixed_precision == "False":  # and in an unquoted no
+            self.mixed_precision = "no"
         for name in ("batch_size", "micro_batch_size", "log_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")

@@ -147,16 +147,25 @@ def test_deepspeed_without_a_gpu(stage: int) -> None:
 
 
 @pytest.mark.slow
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_two_machines_meet() -> None:
     """Both are this one: each is told its rank and where the first is."""
-    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
+    port = free_port()
+    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     place += ["--rdzv_backend", "c10d"]
     size = ["--num_machines", "2", "--num_processes", "2"]
     file = ["--config_file", str(LAUNCH / "multi_node.yaml")]
-    runs = [
-        start([*file, *size, *place, "--machine_rank", rank, "-m", "tests.recipes.launched", "cpu"])
-        for rank in ("0", "1")
-    ]
+    runs, deadline = [], time.time() + 120
+    for rank in ("0", "1"):
+        worker = ["--machine_rank", rank, "-m", "tests.recipes.launched", "cpu"]
+        runs.append(start([*file, *size, *place, *worker]))
+        # accelerate refuses the first machine a port that is open, and here the second may open it
+        while not is_open(int(port)) and runs[0].poll() is None and time.time() < deadline:
+            time.sleep(0.1)
     found = lines(*runs)
     assert [(line["rank"], line["processes"]) for line in found] == [(0, 2), (1, 2)]
 
@@ -178,23 +187,22 @@ import os, pathlib, signal, subprocess, sys, psutil
 here = pathlib.Path(os.environ["HERE"])
 at = sys.argv.index("bash")
 (here / "options").write_text("\\n".join(sys.argv[1:at]))
-# One node: its task runs here.
-task = subprocess.Popen(sys.argv[at:], env={**os.environ, "SLURM_NODEID": "0"})
 
 def kill(*_):
-    one = psutil.Process(task.pid)
-    for process in [*one.children(recursive=True), one]:
+    for process in psutil.Process().children(recursive=True):
         process.kill()
 
 signal.signal(signal.SIGTERM, kill)
-(here / "task").write_text(str(task.pid))
+# One node: its task runs here.
+task = subprocess.Popen(sys.argv[at:], env={**os.environ, "SLURM_NODEID": "0"})
+(here / "srun-pid").write_text(str(os.getpid()))
 sys.exit(task.wait())
 """
 SCANCEL = """
 import os, pathlib, sys, psutil
 assert sys.argv[1:] == ["--signal=TERM", os.environ["SLURM_JOB_ID"]], sys.argv
-one = psutil.Process(int((pathlib.Path(os.environ["HERE"]) / "task").read_text()))
-for process in [one, *one.children(recursive=True)]:
+srun = psutil.Process(int((pathlib.Path(os.environ["HERE"]) / "srun-pid").read_text()))
+for process in srun.children(recursive=True):
     process.terminate()
 """
 SCONTROL = """
@@ -283,11 +291,15 @@ def test_slurm_stops_early_saves_and_queues_again(tmp_path: Path) -> None:
     number = str(int(free_port()) % 20000)
     job = slurm_job(tmp_path, str(tmp_path), "--run.out", "a b", SLURM_JOB_ID=number)
     deadline = time.time() + 300
-    while len(list(tmp_path.glob("ready-*"))) < 2 and job.poll() is None:
-        assert time.time() < deadline
+    while len(list(tmp_path.glob("ready-*"))) < 2 and time.time() < deadline:
+        assert job.poll() is None, job.communicate()[0]
         time.sleep(0.2)
     job.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B: does
-    output, _ = job.communicate(timeout=300)
+    try:
+        output, _ = job.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.kill(int((tmp_path / "srun-pid").read_text()), signal.SIGTERM)  # and all its tasks
+        raise
     saved = sorted(path.name for path in tmp_path.glob("saved-*"))
     assert saved == ["saved-0", "saved-1"], output
     assert (tmp_path / "saved-0").read_text() == "--run.out a b"

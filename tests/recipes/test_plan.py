@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 
 from drafters import TargetModel, build_drafter
 from recipes import dryrun, memory, train
@@ -27,7 +28,6 @@ from recipes.memory import (
 )
 from recipes.plan import make_plan, parse_plan, plan_command, run
 from recipes.shadow import COPIES, VOCABULARY, Shadow
-from recipes.timing import time_step
 from tests.tiny import save_tiny_target, tiny_target
 from tests.zoo import zoo_target
 from training.config import TrainConfig, parse_config
@@ -351,47 +351,10 @@ def fresh_accelerate() -> Iterator[None]:
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said", "passes"),
-    [
-        ((), "the target's pass, the head", 4),
-        (("--data.features", "stored"), "the head alone, on stored hidden states", 0),
-        (("--lora.rank", "2", "--lora.start", "0.5"), "its target with a LoRA", 4),
-    ],
-)
-def test_what_is_timed_is_what_a_step_runs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: tuple[str, ...],
-    said: str,
-    passes: int,
-) -> None:
-    folder = save_tiny_target(tmp_path / "target", torch.float32)
-    head = ("--loss.steps", "1", "--drafter.draft_vocab_size", "50")
-    config = configured("--target.name", str(folder), *head, *flags)
-    forward, adamw = TargetModel.forward, torch.optim.AdamW.step
-    with_gradients: list[bool] = []
-    stepped: list[None] = []
-
-    def pass_counted(self: TargetModel, ids: torch.Tensor, *given: Any, **options: Any) -> Any:
-        if ids.shape[1] == config.data.max_length:  # others check the target
-            with_gradients.append(options.get("gradients", False))
-        return forward(self, ids, *given, **options)
-
-    def step_counted(*given: Any) -> Any:
-        stepped.append(None)
-        return adamw(*given)
-
-    monkeypatch.setattr(TargetModel, "forward", pass_counted)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step_counted)
-    one, step, what = time_step(config, None, 3, accumulates=False)
-    assert one > 0 and step > 0 and said in what
-    assert sum(x == bool(config.lora.rank) for x in with_gradients) == passes, "one warms up"
-    assert len(stepped) == 2, "one warms up"
-
-
 def written(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    """Bytes of all tensors, without the headers of their files."""
+    files = [path for path in folder.rglob("*.safetensors") if path.stem != "golden"]
+    return sum(tensor.nbytes for path in files for tensor in load_file(path).values())
 
 
 @pytest.mark.slow
@@ -418,4 +381,4 @@ def test_a_run_writes_what_its_plan_says(
     train.main(arguments(*given))
     names = ["head", "checkpoints", *(["lora", "target"] if config.lora.rank else [])]
     assert {f"{out}/{name}/" for name in names} <= set(plan["files"])
-    assert plan["disk_gb"]["run"] * 1e9 == pytest.approx(written(out), rel=0.02)
+    assert plan["disk_gb"]["run"] * 1e9 == pytest.approx(written(out), rel=0.002)

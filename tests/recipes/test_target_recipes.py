@@ -3,17 +3,23 @@
 ``targets/`` holds what the targets' own config.json say.
 """
 
+import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
+from drafters import TargetModel
 from recipes.dryrun import StepTrace, read_model_config, trace_step
 from recipes.memory import MemoryPlan, plan_memory, spill
 from recipes.plan import parse_plan, shares
+from tests.zoo import zoo_target
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +132,70 @@ def test_eight_billion_in_float32_do_not_fit_on_24_gb(folders: Path) -> None:
     plan = planned(path, folders / "qwen3-8b", "24 GB", *short)
     assert plan.total < card("24 GB")
     wide = planned(path, folders / "qwen3-8b", "24 GB", *short, "--target.dtype", "float32")
-    assert wide.host > 2 * plan.host, "twice the layers wait in main memory"
+    assert wide.host >= 2 * plan.host > 0, "twice the layers wait in main memory"
     alone = planned(path, folders / "qwen3-8b", "80 GB", *short, "--target.dtype", "float32")
     assert alone.total > card("24 GB") and alone.largest.startswith("target")
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A tiny gpt-oss whose experts are in MXFP4, as they are released."""
+    target = zoo_target("gpt_oss", torch.bfloat16, intermediate_size=32)
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith("experts.down_proj")]:
+        for key in (name, name.replace("down_proj", "gate_up_proj")):
+            experts, wide, out = weights.pop(key).shape
+            blocks = torch.full((experts, out, wide // 32, 16), 0x42, dtype=torch.uint8)
+            weights[f"{key}_blocks"] = blocks  # 1 and 2 in turn: the lower four bits come first
+            weights[f"{key}_scales"] = torch.full(blocks.shape[:3], 127 - 2, dtype=torch.uint8)
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads(settings.read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    settings.write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_mxfp4_weights_become_ordinary_ones(
+    packed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target = TargetModel.load(str(packed), torch.bfloat16)
+    experts = target.model.get_submodule("model.layers.0.mlp.experts")
+    assert experts.get_parameter("down_proj")[0, :4, 0].tolist() == [0.25, 0.5, 0.25, 0.5]
+    assert {parameter.dtype for parameter in target.model.parameters()} == {torch.bfloat16}
+    copied = tmp_path_factory.mktemp("copied")
+    target.model.save_pretrained(copied)
+    target.tokenizer.save_pretrained(copied)
+    assert "quantization_config" not in json.loads((copied / "config.json").read_text())
+    again = TargetModel.load(str(copied), torch.bfloat16)
+    assert again.fingerprint()["weights"] == target.fingerprint()["weights"]
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", None])
+def test_nothing_installed_decides_what_mxfp4_becomes(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, method: str | None
+) -> None:
+    """Only for a checkpoint that is packed so: for another one the argument would be an error."""
+    settings = packed / "config.json"
+    config = json.loads(settings.read_text())
+    config["quantization_config"]["quant_method"] = method
+    if method is None:
+        del config["quantization_config"]
+    settings.write_text(json.dumps(config))
+    given: list[dict[str, Any]] = []
+
+    def stop(name: str, **options: Any) -> None:
+        given.append(options)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", stop)
+    with pytest.raises(ValueError, match="far enough"):
+        TargetModel.load(str(packed), torch.bfloat16)
+    (options,) = given
+    if method == "mxfp4":
+        assert isinstance(options["quantization_config"], Mxfp4Config)
+        assert options["quantization_config"].dequantize
+    else:
+        assert "quantization_config" not in options

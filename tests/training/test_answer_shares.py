@@ -6,6 +6,7 @@ Processes are threads here, with a target each; tests/recipes/test_distributed.p
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 
 from drafters import TargetModel
+from recipes import rows as recipe_rows
+from recipes.rows import load_answers
 from tests.tiny import tiny_target
 from training import answer_file, answer_shares
 from training.answer_file import Answered, AnswerFile, AnswerOptions, plan, share_path, shares_of
 from training.answer_shares import answer_share, answer_together, failure_mark, share_of
 from training.answers import generate_answers, made_by_of
+from training.config import parse_config
 
 ROWS = [{"prompt": f"{'long ' * (i % 5)}{i}?", "number": i} for i in range(11)]
 OPTIONS = AnswerOptions(max_new_tokens=6, batch_size=2)
@@ -69,15 +73,15 @@ def together(
         return everyone
 
     def on_main(accelerator: Any, work: Callable[[], Any]) -> Any:
-        result = (None, None)
+        result: tuple[Any, Exception | None] = (None, None)
         if accelerator.is_main_process:
             try:
                 result = (work(), None)
             except (ValueError, OSError) as error:
                 result = (None, error)
-        made, error = exchange(accelerator.process_index, result)[0]
-        if error is not None:
-            raise error
+        made, failure = exchange(accelerator.process_index, result)[0]
+        if failure is not None:
+            raise failure
         return made
 
     def gather(own: list[Any]) -> list[Any]:
@@ -270,8 +274,9 @@ def test_a_failure_of_any_process_stops_all_with_its_reason(
 
     def waiting(*args: Any, **options: Any) -> Any:
         assert failed.wait(20)
-        while not failure_mark(out).exists():
-            pass
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and not failure_mark(out).exists():
+            time.sleep(0.001)
         return targets[0].model.__class__.generate(targets[0].model, *args, **options)
 
     with monkeypatch.context() as patch:
@@ -293,6 +298,25 @@ def test_a_row_without_a_prompt_stops_all_before_anything_is_answered(
     errors = together(monkeypatch, targets, tmp_path / "out.jsonl")
     assert all(isinstance(error, ValueError) and "row 11" in str(error) for error in errors)
     assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_see_different_files_do_not_train(
+    monkeypatch: pytest.MonkeyPatch, targets: list[TargetModel], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    names = [
+        f"--data.train=[{prompts}]",
+        f"--run.out={tmp_path}",
+        "--drafter.type=eagle3",
+        "--target.name=x",
+    ]
+    config = parse_config([*names, "--data.regenerate=true", "--data.answer_tokens=4"])
+    accelerator: Any = SimpleNamespace(num_processes=1)
+    assert len(load_answers(config, targets[0], accelerator)) == 11
+    monkeypatch.setattr(recipe_rows, "gather_object", lambda own: [*own, 10])
+    with pytest.raises(ValueError, match="the processes see different contents"):
+        load_answers(config, targets[0], accelerator)
 
 
 def test_what_processes_did_is_summed() -> None:

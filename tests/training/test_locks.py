@@ -21,7 +21,7 @@ PLACES: dict[str, Any] = {
 
 
 def enter(place: str, folder: Path) -> AbstractContextManager[Any]:
-    return PLACES[place](folder)  # type: ignore[no-any-return]
+    return PLACES[place](folder)
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:

@@ -302,6 +302,58 @@ def test_a_process_without_drafts_trains_along(tmp_path: Path) -> None:
             assert together[key] == pytest.approx(alone[key], rel=1e-5), key
 
 
+SKIPS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from tests.training.test_loop import make_config, make_trainer
+from training.drafter_options import Eagle3Options
+
+run = {"steps": 5, "batch_size": 2, "save_every": 1, "on_nonfinite": "skip"}
+trainer = make_trainer(make_config(Path(sys.argv[1]), Eagle3Options(), run=run))
+bad, forward = trainer.dataset.step_indices(2)[1], trainer.features
+
+def poisoned(batch):
+    data = forward(batch)
+    nan = torch.where(batch.index == bad, torch.nan, 0.0)[:, None, None]
+    return replace(data, last_hidden=data.last_hidden + nan)
+
+trainer.features = poisoned
+trainer.train()
+assert trainer.nonfinite.skipped == 1, trainer.nonfinite.skipped
+trainer.release()
+"""
+
+
+@pytest.mark.slow
+def test_a_skipped_step_under_fsdp_can_be_saved(tmp_path: Path) -> None:
+    """Weights gathered for the backward pass that never came must not be taken for the parts."""
+    script = tmp_path / "script.py"
+    script.write_text(SKIPS)
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher, fsdp in (("one", [], "false"), ("two", two, "true")):
+        found = subprocess.run(
+            [sys.executable, *launcher, str(script), str(tmp_path / name)],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "ACCELERATE_USE_FSDP": fsdp,
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert found.returncode == 0, found.stderr[-4000:]
+    one, other = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert [line["step"] for line in other] == [1, 2, 3, 4, 5]
+    for alone, together in zip(one, other, strict=True):
+        assert together.get("train/loss") == pytest.approx(alone.get("train/loss"), rel=1e-6)
+    assert "train/loss" not in other[2]
+
+
 # --- resuming
 
 
