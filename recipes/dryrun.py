@@ -25,6 +25,7 @@ from training.config import TrainConfig
 from training.data import Batch
 from training.features import TargetBatch, run_target
 from training.joint import JointObjective, UnreadBatches
+from training.loop import ARITHMETIC
 from training.objectives import Objective, build_objective
 from training.optim import inner_matrices
 
@@ -32,7 +33,6 @@ TARGET, HEAD = "target: weights", "head: weights"
 HIDDEN, PASS = "target: its pass and hidden states", "head: activations"
 CHUNKS = 2
 """Chunks of the loss that a dry run evaluates: the others take the same memory."""
-ARITHMETIC = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class UnpredictableError(ValueError):

@@ -54,7 +54,7 @@ from training.config import TrainConfig, parse_config
 from training.data import PackedDataset
 from training.encoding import encode_all
 from training.features import run_target
-from training.loop import DTYPES
+from training.loop import ARITHMETIC
 from training.objectives import build_objective
 from training.optim import make_optimizers
 from training.sources import load_rows
@@ -244,7 +244,7 @@ def step_seconds(config: TrainConfig, target: TargetModel) -> float:
     run = config.run
     dataset = first_rows(config, target, WARM_STEPS + TIMED_STEPS)
     objective = build_objective(make_drafter(config, target, dataset), config.loss)
-    objective.arithmetic = DTYPES[run.mixed_precision]
+    objective.arithmetic = ARITHMETIC[run.mixed_precision]
     optimizers = make_optimizers(objective, config.optim)
     seconds = []
     for step in range(WARM_STEPS + TIMED_STEPS):

@@ -45,6 +45,11 @@ class Batch:
         """The same batch on ``device``."""
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
+    def row(self, number: int) -> "Batch":
+        """One sequence alone, B = 1."""
+        part = slice(number, number + 1)
+        return Batch(*(getattr(self, field.name)[part] for field in fields(self)))
+
 
 class Dataset(Protocol):
     """Sequences in an order that depends on nothing but seed and step.

@@ -4,7 +4,7 @@ Legend: B batch, T sequence, D hidden, F captured layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -118,8 +118,7 @@ class OnlineFeatures:
         index = int(batch.index[row])
         if index in self._kept:
             return self._kept[index]
-        alone = Batch(*(getattr(batch, field.name)[row : row + 1] for field in fields(batch)))
-        data = run_target(self.target, alone, self.layers)
+        data = run_target(self.target, batch.row(row), self.layers)
         found = (None if data.features is None else data.features.cpu(), data.last_hidden.cpu())
         size = sum(x.numel() * x.element_size() for x in found if x is not None)
         if index >= 0 and size <= self._room:

@@ -11,7 +11,6 @@ Legend: B batch, T sequence, D hidden, V vocabulary, n supervised tokens.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -191,7 +190,7 @@ class JointObjective(Objective):
         """(n,) what the head's loss of a sequence counts, per supervised token of that sequence."""
         sequence = labels.positions // batch.input_ids.shape[1]
         tokens = sequence.bincount(minlength=len(batch.input_ids)).clamp_min(1)
-        counts = torch.stack([self.count(_row(batch, row)) for row in range(len(tokens))])
+        counts = torch.stack([self.count(batch.row(row)) for row in range(len(tokens))])
         return (counts.to(tokens.device, dtype) / tokens)[sequence]
 
 
@@ -255,8 +254,3 @@ def late_rate(
         return 0.0 if done < 0 else rate(step) * min(1.0, (done + 1) / (warmup + 1))
 
     return late
-
-
-def _row(batch: Batch, row: int) -> Batch:
-    """One sequence of a batch."""
-    return Batch(*(getattr(batch, field.name)[row : row + 1] for field in fields(batch)))

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[[Drafter, int], dict[str, float]]
 """(head, step) -> metrics by the real decoder; called on every process, the same result on all."""
 STOPPED = "stopped at step {}; the same command continues from there"
-DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+ARITHMETIC = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingError(ValueError):
@@ -81,7 +81,7 @@ class Trainer:
             1, math.ceil(self.run.epochs * dataset.steps_per_epoch)
         )
         self.drafter, self.bare = objective.drafter, objective
-        objective.arithmetic = DTYPES[self.run.mixed_precision]
+        objective.arithmetic = ARITHMETIC[self.run.mixed_precision]
         objective.activation_checkpointing = self.run.activation_checkpointing
         self.identity = identity(config, objective, dataset, self.total_steps)
         self.engine = make_engine(

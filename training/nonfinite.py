@@ -1,7 +1,6 @@
 """Steps whose loss or gradient is not finite: which rows did it, and whether to go on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import torch
 from accelerate import Accelerator
@@ -70,8 +69,7 @@ class NonFinite:
         guilty: list[int] = []
         for batch in batches:
             for row in range(len(batch.input_ids)):
-                parts = (getattr(batch, field.name)[row : row + 1] for field in fields(batch))
-                alone = Batch(*parts)
+                alone = batch.row(row)
                 if not torch.isfinite(loss(alone)):
                     guilty.extend(dataset.rows_of(int(alone.index)))
         return sorted(set(gather_object(guilty)) if accelerator.num_processes > 1 else set(guilty))
