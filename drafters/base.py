@@ -185,6 +185,8 @@ class Drafter(PreTrainedModel):
     def _borrowed_rows(self, like: Tensor) -> Tensor:
         """(Vd, D) rows of the target's output matrix, gathered once per draft vocabulary."""
         assert self.draft_vocab is not None
+        if torch.compiler.is_compiling() and self._gathered is not None:
+            return self._gathered[1]  # versions cannot be compared there
         key = (self.draft_vocab._version, like.dtype, like.device)
         if self._gathered is None or self._gathered[0] != key:
             weight = self.target.lm_head.weight

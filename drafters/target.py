@@ -8,7 +8,7 @@ Legend: B batch, T rows, D hidden, F captured layers, V target vocabulary.
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -220,7 +220,7 @@ class TargetModel:
         Returns:
             (..., V).
         """
-        return self._scaled(self.lm_head(hidden))
+        return self.scaled(self.lm_head(hidden))
 
     def project_rows(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         """Logits of some tokens only.
@@ -231,9 +231,10 @@ class TargetModel:
             ids: (n,) token ids.
         """
         bias = None if self.lm_head.bias is None else self.lm_head.bias[ids].to(hidden.dtype)
-        return self._scaled(nn.functional.linear(hidden, rows, bias))
+        return self.scaled(nn.functional.linear(hidden, rows, bias))
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def scaled(self, logits: Tensor) -> Tensor:
+        """(..., n) products with rows of the output matrix -> the model's logits."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
@@ -252,6 +253,7 @@ class TargetModel:
         run_layers: Collection[int] | None = None,
         entering: Tensor | None = None,
         gradients: bool = False,
+        handed: Mapping[str, Any] | None = None,
     ) -> TargetOutput:
         """Run the target, or some of its layers.
 
@@ -272,6 +274,7 @@ class TargetModel:
                 append nothing to the cache.
             entering: (B, T, D) residual stream to put in place of what enters the first of them.
             gradients: keep the graph, for a target that is trained too.
+            handed: keyword arguments that the model hands to its attention layers.
 
         Raises:
             ValueError: ``run_layers`` names no layer or one that is not there, or the target's
@@ -289,6 +292,7 @@ class TargetModel:
                 use_cache=cache is not None,
                 output_hidden_states=layers,
                 logits_to_keep=logits_to_keep,
+                **(handed or {}),
             )
         states = list(out.hidden_states)
         if entering is not None:

@@ -4,7 +4,9 @@ Legend: B sequences, F new rows of each (padded to the most), m rows pending bef
 tokens of a text, D hidden, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,9 +92,10 @@ def stretches(model: TargetModel, longest: int) -> list[slice]:
 
 def append_text(
     model: TargetModel,
-    cache: TreeCache,
+    cache: Any,
     tokens: Sequence[Sequence[int]],
     feature_layers: Sequence[int] = (),
+    append: Callable[..., TargetOutput] | None = None,
 ) -> list[TargetOutput | None]:
     """Run a stretch of text of each sequence and commit it.
 
@@ -101,6 +104,7 @@ def append_text(
         cache: appended to.
         tokens: B lists of T_b token ids, at least one of them not empty.
         feature_layers: as in `TargetModel.forward`.
+        append: of the engine whose cache it is; None is `append_rows` with ``model``.
 
     Returns:
         Per sequence, None if it had no tokens: (1, V) logits behind its last token, features
@@ -108,8 +112,7 @@ def append_text(
     """
     lasts = {len(some) - 1 for some in tokens if some}
     alike = len(lasts) == 1
-    out = append_rows(
-        model,
+    out = (append or partial(append_rows, model))(
         cache,
         [torch.tensor(some, dtype=torch.int64) for some in tokens],
         [torch.arange(len(some)) for some in tokens],
@@ -127,3 +130,38 @@ def append_text(
             features = None if out.features is None else out.features[row, :count]
             found[row] = TargetOutput(logits, features, hidden)
     return found
+
+
+def append_prompts(
+    model: TargetModel,
+    cache: Any,
+    prompts: Sequence[Sequence[int]],
+    feature_layers: Sequence[int] = (),
+    append: Callable[..., TargetOutput] | None = None,
+) -> list[TargetOutput]:
+    """Run whole prompts, in stretches, and commit them.
+
+    Args:
+        model: as in `append_text`, as are the others.
+        cache: empty.
+        prompts: B lists of token ids, none of them empty.
+        feature_layers: as in `TargetModel.forward`.
+        append: of the engine whose cache it is.
+
+    Returns:
+        Per sequence (1, V) logits behind its last token, features (T_b, F·D) or None, and last
+        hidden states (T_b, D).
+    """
+    outputs: list[list[TargetOutput]] = [[] for _ in prompts]
+    for part in stretches(model, max(map(len, prompts))):
+        some = [prompt[part] for prompt in prompts]
+        found = append_text(model, cache, some, feature_layers, append)
+        for parts, out in zip(outputs, found, strict=True):
+            parts += [] if out is None else [out]
+    merged = []
+    for parts in outputs:
+        features = [part.features for part in parts if part.features is not None]
+        hidden = torch.cat([part.last_hidden for part in parts])
+        whole = torch.cat(features) if features else None
+        merged.append(TargetOutput(parts[-1].logits, whole, hidden))
+    return merged

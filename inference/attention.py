@@ -58,9 +58,9 @@ def tree_masks(
     for layer_type, layer in zip(cache.layer_types, cache.layers, strict=True):
         if layer_type not in masks:
             columns = max(layer.starts) + pending + num_rows
-            mask = _mask(layer.starts, ancestor_masks, columns, pending)
+            mask = row_mask(layer.starts, ancestor_masks, columns, pending)
             if layer.window is not None:
-                _narrow(mask, layer.starts, depths, pending, layer.window)
+                narrow(mask, layer.starts, depths, pending, layer.window)
             masks[layer_type] = mask_for(config, mask, dtype)
     return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -83,10 +83,20 @@ def _check_shapes(
             )
 
 
-def _mask(
+def row_mask(
     starts: Sequence[int], ancestor_masks: Sequence[Tensor], columns: int, pending: int
 ) -> Tensor:
-    """(B, 1, N, C) bool: committed columns, ancestors, itself."""
+    """Committed columns, ancestors, and for a padding row itself.
+
+    Args:
+        starts: per sequence, the column behind its committed tokens.
+        ancestor_masks: per sequence (n_b, m + n_b) bool, as for `tree_masks`.
+        columns: C.
+        pending: m.
+
+    Returns:
+        (B, 1, N, C) bool.
+    """
     num_rows = columns - max(starts) - pending
     device = ancestor_masks[0].device
     mask = torch.zeros(len(starts), 1, num_rows, columns, dtype=torch.bool, device=device)
@@ -99,10 +109,18 @@ def _mask(
     return mask
 
 
-def _narrow(
+def narrow(
     mask: Tensor, starts: Sequence[int], depths: Sequence[Tensor], pending: int, window: int
 ) -> None:
-    """Take away, in place, what is `window` or more positions behind a row."""
+    """Take away, in place, what is `window` or more positions behind a row.
+
+    Args:
+        mask: of `row_mask`.
+        starts: as there.
+        depths: per sequence (m + n_b,), as for `tree_masks`.
+        pending: m.
+        window: positions that a row sees, its own included.
+    """
     for row, (start, depth) in enumerate(zip(starts, depths, strict=True)):
         depth = depth.to(mask.device)
         committed = torch.arange(-start, 0, device=mask.device)  # the root is at 0

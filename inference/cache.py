@@ -216,10 +216,15 @@ class TreeCache(Cache):
             raise ValueError(
                 f"batch_size and capacity must be at least 1; got {batch_size} and {capacity}"
             )
-        windows = _windows(config)
+        windows = layer_windows(config)
         self.lengths = [0] * batch_size
         self.layer_types = ["sliding_attention" if w else "full_attention" for w in windows]
         super().__init__(layers=[TreeLayer(self.lengths, capacity, w) for w in windows])
+
+    @property
+    def capacity(self) -> int:
+        """Columns allocated in the layer that has most."""
+        return max(layer.capacity for layer in self.layers)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path of the pending rows of each sequence.
@@ -309,7 +314,7 @@ class TreeCache(Cache):
         self.lengths[:] = [self.lengths[row] for row in rows]
 
 
-def _windows(config: PreTrainedConfig) -> list[int | None]:
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The window of each layer; None is full attention.
 
     Raises:

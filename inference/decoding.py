@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters import TargetModel, TargetOutput
-from inference.append import append_rows, append_text, stretches
-from inference.cache import BLOCK, TreeCache
+from inference.append import append_prompts
+from inference.cache import BLOCK
+from inference.engine import Engine
 from inference.laws import tree_laws
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
@@ -165,7 +165,7 @@ class Decoding:
     """State of one speculative call.
 
     Args:
-        target: the model.
+        engine: runs the target.
         proposer: where drafts come from.
         sequences: what to decode.
         rule: of acceptance.
@@ -174,19 +174,20 @@ class Decoding:
 
     def __init__(
         self,
-        target: TargetModel,
+        engine: Engine,
         proposer: Proposer,
         sequences: Sequence[Text],
         rule: str,
         timer: PhaseTimer,
     ) -> None:
-        self.target, self.proposer, self.sequences = target, proposer, list(sequences)
+        self.engine, self.target = engine, engine.target
+        self.proposer, self.sequences = proposer, list(sequences)
         self.rule, self.timer = rule, timer
         longest = max(len(sequence.tokens) for sequence in sequences)
         room = min(max(sequence.limit for sequence in sequences) - longest, 4 * BLOCK)
-        cache = TreeCache(target.model.config, len(sequences), longest + room + 64)
+        cache = engine.new_cache(len(sequences), longest + room + 64)
         live = list(range(len(sequences)))
-        self.session = Session(target, cache, len(sequences), timer, rule, live)
+        self.session = Session(engine.target, cache, len(sequences), timer, rule, live)
         self.stats = AcceptanceStats()
         self.forwards = 0
         proposer.start(self.session)
@@ -199,21 +200,13 @@ class Decoding:
     def prefill(self) -> None:
         """Run the prompts as chains and emit each sequence's first token."""
         prompts = [list(sequence.tokens) for sequence in self.sequences]
-        outputs: list[list[TargetOutput]] = [[] for _ in prompts]
-        for part in stretches(self.target, max(map(len, prompts))):
-            found = append_text(
-                self.target,
-                self.session.cache,
-                [prompt[part] for prompt in prompts],
-                self.proposer.feature_layers,
-            )
-            for parts, out in zip(outputs, found, strict=True):
-                parts += [] if out is None else [out]
-        for sequence, parts in zip(self.sequences, outputs, strict=True):
-            sequence.draw_first(parts[-1].logits[0])
-            features = [part.features for part in parts if part.features is not None]
-            hidden = torch.cat([part.last_hidden for part in parts])
-            sequence.hand_over(torch.cat(features) if features else None, hidden)
+        layers = self.proposer.feature_layers
+        outputs = append_prompts(
+            self.target, self.session.cache, prompts, layers, self.engine.append
+        )
+        for sequence, out in zip(self.sequences, outputs, strict=True):
+            sequence.draw_first(out.logits[0])
+            sequence.hand_over(out.features, out.last_hidden)
         self._drop_ended()
 
     def round(self) -> list[Round]:
@@ -222,8 +215,7 @@ class Decoding:
         run = [self._checked(trees[row]) for row in self.session.live]
         resume = self.proposer.resume()
         with self.timer.phase("target"):
-            out = append_rows(
-                self.target,
+            out = self.engine.append(
                 self.session.cache,
                 [tree.tokens for tree in run],
                 [tree.depths for tree in run],

@@ -21,10 +21,14 @@ from transformers import DynamicCache
 from drafters import TargetModel
 from inference.copies import apart
 from inference.decoding import Decoding, Keep, Round, Text
+from inference.engine import EagerEngine, Engine
 from inference.lossy import LossyWarning
 from inference.processors import Sampler, check_processors
 from inference.proposers.base import Proposer
+from inference.proposers.heads import HeadProposer
+from inference.proposers.none import NoDrafts
 from inference.sampling import SamplingParams
+from inference.static.decoding import DeviceEngine, device_generate
 from inference.stats import AcceptanceStats
 from inference.stopping import Stop, Stopper
 from inference.support import check_tree_support
@@ -79,6 +83,7 @@ def speculative_generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     rule: str = "match",
     stop: Stop | Sequence[Stop] | None = None,
+    engine: Engine | None = None,
     on_round: OnRound | None = None,
     on_token: OnToken | None = None,
     output_scores: bool = False,
@@ -102,6 +107,7 @@ def speculative_generate(
             warns.
         stop: what ends a sequence before its length does; None is the target's end-of-sequence
             tokens.
+        engine: runs the target (`inference.engines.build_engine`); None is "eager".
         on_round: called after every round of every sequence.
         on_token: called with (row, new tokens) as soon as they are known: once with the token of
             the prefill, then with those of each round, before `on_round`.
@@ -115,29 +121,41 @@ def speculative_generate(
             layers or processors; before any token is produced.
     """
     _check_drafts(proposer, rule)
-    texts = _texts(
-        target,
-        prompts,
-        max_new_tokens,
-        sampling,
-        stop,
-        Keep(output_scores, output_logprobs, output_logits),
-        rule,
-    )
+    keep = Keep(output_scores, output_logprobs, output_logits)
+    texts = _texts(target, prompts, max_new_tokens, sampling, stop, keep, rule)
     if rule in LOSSY_RULES:
         warnings.warn(f"rule {rule!r} changes the target's output", LossyWarning, stacklevel=3)
-    timer = PhaseTimer(target.device)
-    loop = Decoding(target, proposer, texts, rule, timer)
-    check_tree_support(target)
+    timer, engine = PhaseTimer(target.device), _engine(target, engine)
+    if isinstance(proposer, HeadProposer):
+        engine.prepare(proposer.drafter)
+    if isinstance(engine, DeviceEngine):
+        if record_rounds or on_round is not None:
+            raise ValueError(
+                "record_rounds, on_round: engine 'device' keeps no trees; use 'packed'"
+            )
+        return _on_device(engine, proposer, texts, rule, timer, on_token)
+    check_tree_support(engine)
+    loop = Decoding(engine, proposer, texts, rule, timer)
+    return _by_host(loop, timer, on_round, on_token, record_rounds)
+
+
+def _by_host(
+    loop: Decoding,
+    timer: PhaseTimer,
+    on_round: OnRound | None,
+    on_token: OnToken | None,
+    record: bool,
+) -> Generation:
+    """Rounds that the host walks through; arguments as in `speculative_generate`."""
     with timer.phase("prefill"):
         loop.prefill()
     start = time.perf_counter()
     if on_token is not None:
-        for row, text in enumerate(texts):
+        for row, text in enumerate(loop.sequences):
             on_token(row, text.tokens[-1:])
-    rounds = _all_rounds(loop, on_round, on_token, record_rounds)
+    rounds = _all_rounds(loop, on_round, on_token, record)
     seconds = {**timer.seconds, "total": time.perf_counter() - start}
-    return _generation(texts, loop.stats, seconds, loop.forwards, rounds)
+    return _generation(loop.sequences, loop.stats, seconds, loop.forwards, rounds)
 
 
 def _all_rounds(
@@ -164,12 +182,13 @@ def plain_generate(
     max_new_tokens: int | Sequence[int],
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop: Stop | Sequence[Stop] | None = None,
+    engine: Engine | None = None,
     output_scores: bool = False,
     output_logprobs: bool = False,
     output_logits: bool = False,
 ) -> Generation:
     """One token per forward, one sequence after the other, with transformers' own cache: the slow
-    twin.
+    twin. With an engine, the same by that engine, all sequences together.
 
     Args:
         target: the model.
@@ -177,6 +196,7 @@ def plain_generate(
         max_new_tokens: per sequence.
         sampling: None is greedy.
         stop: None is the target's end-of-sequence tokens.
+        engine: runs the target; None is the target itself, without any of this project's caches.
         output_scores: fill `Generation.scores`.
         output_logprobs: fill `Generation.logprobs`.
         output_logits: fill `Generation.logits`.
@@ -186,6 +206,8 @@ def plain_generate(
     """
     keep = Keep(output_scores, output_logprobs, output_logits)
     texts = _texts(target, prompts, max_new_tokens, sampling, stop, keep, "match")
+    if engine is not None:
+        return _without_drafts(_engine(target, engine), texts)
     timer, forwards = PhaseTimer(target.device), 0
     for text in texts:
         cache = DynamicCache(config=target.model.config)
@@ -204,6 +226,53 @@ def plain_generate(
         "total": timer.seconds["target"] + timer.seconds.pop("sample", 0.0),
     }
     return _generation(texts, AcceptanceStats(), seconds, forwards, [])
+
+
+def _engine(target: TargetModel, engine: Engine | None) -> Engine:
+    if engine is None:
+        return EagerEngine(target)
+    if engine.target is not target:
+        raise ValueError("engine: it runs another target; build one for this target")
+    return engine
+
+
+def _on_device(
+    engine: DeviceEngine,
+    proposer: Proposer,
+    texts: list[Text],
+    rule: str,
+    timer: PhaseTimer,
+    on_token: OnToken | None,
+) -> Generation:
+    """Whole rounds on the device.
+
+    Raises:
+        ValueError: something is to be kept of every token that the host never sees.
+    """
+    if texts[0].keep != Keep():
+        raise ValueError(
+            "output_scores, output_logprobs, output_logits: engine 'device' hands over tokens "
+            "alone; use 'packed'"
+        )
+    check_tree_support(engine)
+    start = time.perf_counter()
+    stats, forwards = device_generate(engine, proposer, texts, rule, timer, on_token)
+    total = time.perf_counter() - start - timer.seconds["prefill"]
+    return _generation(texts, stats, {**timer.seconds, "total": total}, forwards, [])
+
+
+def _without_drafts(engine: Engine, texts: list[Text]) -> Generation:
+    """Plain decoding by an engine."""
+    timer = PhaseTimer(engine.target.device)
+    loop = Decoding(engine, NoDrafts(), texts, "match", timer)
+    check_tree_support(engine)
+    with timer.phase("prefill"):
+        loop.prefill()
+    start = time.perf_counter()
+    while loop.running:
+        loop.round()
+    seconds = {**timer.seconds, "total": time.perf_counter() - start}
+    return _generation(texts, AcceptanceStats(), seconds, loop.forwards, [])
 
 
 def _check_drafts(proposer: Proposer, rule: str) -> None:

@@ -83,6 +83,11 @@ class Stopper:
         self._criteria = stop.criteria
         self._device = target.device
 
+    @property
+    def only_tokens(self) -> bool:
+        """Whether nothing but tokens and the length can end the sequence."""
+        return self._strings is None and not self._criteria
+
     def ended(self, text: Sequence[int]) -> str | None:
         """Call once for every emitted token, in order.
 

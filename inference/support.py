@@ -13,28 +13,31 @@ import torch
 from torch import Tensor
 
 from drafters import TargetModel, TargetOutput
-from inference.append import append_rows
 from inference.attention import mask_for
 from inference.cache import TreeCache
+from inference.engine import EagerEngine, Engine
 
-_supported: weakref.WeakSet[TargetModel] = weakref.WeakSet()
+_supported: weakref.WeakKeyDictionary[TargetModel, set[str]] = weakref.WeakKeyDictionary()
+"""Names of the engines that each target is known to work with."""
 
 
-def check_tree_support(target: TargetModel) -> None:
+def check_tree_support(engine: Engine) -> None:
     """Refuse a target whose output would not be its own when it verifies trees.
 
     Some models ignore a ready mask, add biases by column (ALiBi), count positions themselves or
-    keep a state besides the cache. Eight forwards of a few tokens find out, once per target: a
+    keep a state besides the cache. Eight forwards of a few tokens find out, once per target and
+    engine: a
     node's logits must be those of plain decoding along its path, and must not depend on its
     siblings.
 
     Raises:
         ValueError: naming the model and what happened.
     """
-    if target in _supported:
+    target = engine.target
+    if engine.name in _supported.setdefault(target, set()):
         return
     mask_for(target.config, torch.ones(1, 1, 1, 1, dtype=torch.bool), target.dtype)  # or refuse
-    probe = _Probe(target)
+    probe = _Probe(engine)
     plain, other = probe.plain([2, 4, 5]), probe.plain([2, 3, 4, 5])
     scale, effect = plain.abs().max().item(), (plain - other).abs().max().item()
     # How far rounding goes depends on the model; what a wrong mask does is as large as `effect`.
@@ -43,10 +46,10 @@ def check_tree_support(target: TargetModel) -> None:
     tree, changed = probe.tree(sibling=3), probe.tree(sibling=6)
     leak, error = (tree - changed).abs().max().item(), (tree - plain).abs().max().item()
     if not leak <= limit:
-        raise _cannot(target, f"a node's logits change by {leak:.3g} with its sibling's token")
+        raise _cannot(engine, f"a node's logits change by {leak:.3g} with its sibling's token")
     if not error <= limit:
-        raise _cannot(target, f"a node's logits differ by {error:.3g} from plain decoding")
-    _supported.add(target)
+        raise _cannot(engine, f"a node's logits differ by {error:.3g} from plain decoding")
+    _supported[target].add(engine.name)
 
 
 class _Probe:
@@ -55,8 +58,8 @@ class _Probe:
     Tokens are eighths of the vocabulary; the first ids are often special and hardly trained.
     """
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.target = engine, engine.target
         self.prompts = [[1, 2, 3], [7]]
 
     def plain(self, path: Sequence[int]) -> Tensor:
@@ -68,7 +71,7 @@ class _Probe:
 
     def tree(self, sibling: int) -> Tensor:
         """(2, V) logits of the deepest node."""
-        cache = TreeCache(self.target.model.config, len(self.prompts), capacity=8)
+        cache = self.engine.new_cache(len(self.prompts), 8)
         prompts = [self._ids(prompt) for prompt in self.prompts]
         chains = [torch.ones(len(p), len(p), dtype=torch.bool).tril() for p in prompts]
         self._append(cache, prompts, chains, [torch.arange(len(p)) for p in prompts])
@@ -80,15 +83,17 @@ class _Probe:
 
     def _append(
         self,
-        cache: TreeCache,
+        cache: Any,
         tokens: Sequence[Tensor],
         seen: Sequence[Tensor],
         depths: Sequence[Tensor],
     ) -> Tensor:
-        target, width = self.target, max(map(len, tokens))
-        logits = self._logits(append_rows, target, cache, tokens, depths, seen)
-        if any(layer.pending != width for layer in cache.layers):
-            raise _cannot(target, "it does not keep its keys and values in the cache it is given")
+        width = max(map(len, tokens))
+        logits = self._logits(self.engine.append, cache, tokens, depths, seen)
+        if isinstance(cache, TreeCache) and any(x.pending != width for x in cache.layers):
+            raise _cannot(
+                self.engine, "it does not keep its keys and values in the cache it is given"
+            )
         return logits
 
     def _ids(self, eighths: Sequence[int]) -> Tensor:
@@ -96,14 +101,21 @@ class _Probe:
 
     def _logits(self, forward: Callable[..., TargetOutput], *args: Any) -> Tensor:
         try:
-            return forward(*args).logits
+            with self.engine.probing():
+                return forward(*args).logits
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model raises that did not expect such a mask
-            raise _cannot(self.target, f"its forward fails on a tree: {error!r}") from error
+            raise _cannot(self.engine, f"its forward fails on a tree: {error!r}") from error
 
 
-def _cannot(target: TargetModel, why: str) -> ValueError:
+def _cannot(engine: Engine, why: str) -> ValueError:
+    target = engine.target
+    if not isinstance(engine, EagerEngine):
+        return ValueError(
+            f"target {target.name!r} ({target.model.config.model_type!r}) does not run on engine "
+            f"{engine.name!r}: {why}. Decode it with engine='eager'"
+        )
     return ValueError(
         f"target {target.name!r} ({target.model.config.model_type!r}) cannot verify trees of draft "
         f"tokens: {why}. Nothing but its own `model.generate` decodes it losslessly; choose a "

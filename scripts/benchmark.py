@@ -1,49 +1,47 @@
-"""Race this decoder against transformers' own speculative decoding at equal settings.
+"""Race decoders on the same prompts: plain, transformers' own speculation, and this project's.
 
-    python -m scripts.benchmark --target targets/smollm2-135m --prompts prompts.jsonl --limit 12
+    python -m scripts.benchmark --target targets/smollm2-135m --prompts questions.jsonl \\
+        --contenders plain plain-compiled prompt-lookup assisted:first=8 \\
+            ours:ngram ours:outputs/eagle3/head:chain:6 --baseline plain-compiled --out race.json
 
-Pairs, greedy, each prompt decoded by both right after the other, in turns first:
-  plain          plain `generate` against this project's decoding without drafts
-  prompt-lookup  `generate(prompt_lookup_num_tokens=K)` against n-gram drafts, same match, same K
-  draft-model    `generate(assistant_model=...)` against the same draft model, chains of K
-  early-exit     `generate(assistant_early_exit=E)` against layer skipping, chains of K
-The draft model is `--draft-model`, or the target's first `--draft-first` layers as a model of its
-own. Acceptance is the same on both sides by construction, so the ratio compares the decoders; at an
-early exit transformers runs the text up to there again for every draft token, and the ratio says
-more about that than about this project.
-Speeds are whole calls, prefill included. `ratio` is this project's speed over transformers', the
-median over prompts of the two times; above 1 is faster. `identical` counts equal texts, near ties
-apart. The last line is one JSON object. Exit code 1: a text differs by more than rounding, or a
-pair could not be run.
+KINDS
+Each contender is a process of its own; they take turns batch by batch and one computes at a time,
+so the machine should be otherwise idle and --threads no more than its cores. Loading, compiling and
+a first call are not counted but reported. --batch-sizes and --contexts make a grid: a context pads
+prompts with the text of others before them, or cuts their beginning; batches of one category come
+first, then mixed ones.
+
+Texts are compared with plain decoding's, token by token. A difference is a near tie if the target
+prefers neither token by more than --near-tie; otherwise the contender is reported and left out of
+the ratios. `tok/s` is decoding without the prefill, `whole` is the whole call; a ratio is one
+contender's speed over the baseline's on the same batch, the median over batches with its bootstrap
+interval. τ is tokens per target forward. `possible` is the ratio if a step cost only drafting and
+verifying, `reached` how much of it there is. The first verified draft of `assisted`,
+`prompt-lookup` and `flashspec` is part of their prefill. Ours that draft as one of theirs are
+compared with it too, at equal settings. --costs FILE (a table of measured seconds) predicts speeds.
+
+The last line is one JSON object. Exit code 1: a text differs by more than rounding, or a contender
+could not do what it should.
 """
 
 import argparse
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
 
+import scripts.benchmark_contenders
 from drafters import TargetModel
-from inference.compare import clean_generation_config, explain_difference
-from inference.evaluation import Prompt
-from inference.generate import plain_generate, speculative_generate
-from inference.proposers import Proposer, TreeOptions
-from inference.proposers.draft_model import DraftModelProposer
-from inference.proposers.layer_skip import LayerSkipProposer
-from inference.proposers.ngram import NgramProposer
-from inference.sampling import SamplingParams
+from inference.costs import CostTable
+from inference.doubt import NEAR_TIE
+from inference.engines import ENGINES
+from scripts.benchmark_contenders import Contender, parse_contenders, with_engine
+from scripts.benchmark_race import Cell, Field, build_cells, plain_record, race, started
+from scripts.benchmark_report import cell_record, print_cell
 from scripts.common import (
     MODEL_OPTIONS,
     add_options,
     encode_prompts,
-    fitting,
     load_prompts,
     load_target,
     parser_for,
@@ -53,203 +51,141 @@ from scripts.common import (
 )
 from training.provenance import provenance
 
-PAIRS = ("plain", "prompt-lookup", "draft-model", "early-exit")
-
-Decode = Callable[[list[int]], list[int]]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two ways to decode the same thing.
-
-    Attributes:
-        name: one of `PAIRS`.
-        theirs: transformers.
-        ours: this project.
-    """
-
-    name: str
-    theirs: Decode
-    ours: Decode
+DEFAULT = ("plain", "plain-compiled", "prompt-lookup", "ours", "ours:ngram")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Race, print the table and the JSON line."""
+    """Race, print the tables and the JSON line."""
     args = parse_args(argv)
+    contenders = chosen(args)
+    costs = None if args.costs is None else CostTable.load(args.costs)
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
-    prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
-    if args.draft_first >= target.num_layers:
-        raise ValueError(f"--draft-first must be below the target's {target.num_layers} layers")
-    results, failed = [], {}
-    for pair in build_pairs(target, args):
-        try:
-            results.append(race(target, pair, prompts))
-        except Exception as error:  # whatever transformers raises must not cost the other pairs
-            failed[pair.name] = f"{type(error).__name__}: {error}"
-            print(f"{pair.name}: failed: {failed[pair.name]}", file=sys.stderr)
-    print(f"{'pair':<15}{'prompts':>8}{'identical':>11}{'theirs':>9}{'ours':>9}{'ratio':>8}")
-    for found in results:
-        print(f"{found['pair']:<15}{found['prompts']:>8}{found['identical']:>11}", end="")
-        print(f"{found['theirs_tokens_per_second']:>9.1f}", end="")
-        print(f"{found['ours_tokens_per_second']:>9.1f}{found['ratio']:>8.2f}")
-    record = {"results": results, "failed": failed, "threads": torch.get_num_threads()}
-    try:
-        if args.out is not None:
-            write_json_atomic(args.out, {**record, **provenance()})
-    finally:
-        print_json(record)
-    return 1 if failed or any(found["failures"] for found in results) else 0
+    prompts = encode_prompts(target, rows)
+    new = args.max_new_tokens
+    cells = build_cells(target, prompts, args.batch_sizes, args.contexts, new)
+    with started(contenders, args, target) as workers:
+        results = run_cells(target, contenders, workers, cells, args, costs)
+        record = {"results": results, **about(args, workers)}
+    print_json(record)
+    excluded = any(one["excluded"] for cell in results for one in cell["contenders"])
+    return 1 if workers.failed or excluded else 0
+
+
+def run_cells(
+    target: TargetModel,
+    contenders: list[Contender],
+    workers: Field,
+    cells: list[Cell],
+    args: argparse.Namespace,
+    costs: CostTable | None,
+) -> list[dict[str, Any]]:
+    """Race cell after cell; what is known is printed, and written to --out, after each."""
+    results, raw = [], []
+    for cell in cells:
+        heat = race(workers, cell, args)
+        found = cell_record(target, contenders, heat, args.baseline, args.near_tie, costs)
+        results.append(found)
+        print_cell(found)
+        if args.out is None:
+            continue
+        answers = {
+            name: [plain_record(b, a) for b, a in zip(cell.batches, given, strict=True)]
+            for name, given in heat.answers.items()
+        }
+        raw.append({"batch_size": cell.batch_size, "context": cell.context, "answers": answers})
+        record = {"results": results, **about(args, workers), **provenance(), "raw": raw}
+        write_json_atomic(args.out, record)
+    return results
+
+
+def about(args: argparse.Namespace, workers: Field) -> dict[str, Any]:
+    """The settings, and what happened beside the race."""
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
+    return {
+        "failed": workers.failed,
+        "start_seconds": workers.start_seconds,
+        "threads": torch.get_num_threads(),
+        "settings": settings,
+    }
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = parser_for(__doc__)
+    kinds = (scripts.benchmark_contenders.__doc__ or "").partition("\n\n")[2]
+    parser = parser_for((__doc__ or "").replace("KINDS", kinds.strip()))
     add_options(parser, *MODEL_OPTIONS, "--prompts", "--limit", "--max-new-tokens", limit=12)
     add_options(parser, "--chat-template", "--out")
-    parser.add_argument(
-        "--pairs", nargs="+", choices=PAIRS, default=list(PAIRS), help="which (default: all)"
+    add = parser.add_argument
+    add(
+        "--contenders",
+        nargs="+",
+        default=list(DEFAULT),
+        metavar="C",
+        help=f"who takes part (default: {' '.join(DEFAULT)})",
     )
-    parser.add_argument("--draft-model", metavar="NAME", help="folder or hub id, same tokenizer")
-    parser.add_argument(
-        "--draft-first",
+    add("--sizes", nargs="+", default=[], metavar="N", help="of ours that have drafts and no size")
+    add(
+        "--engine",
+        choices=ENGINES,
+        help="runs the target for ours that name none (default: eager, transformers' own cache "
+        "without drafts)",
+    )
+    add("--baseline", metavar="C", help="ratios are taken to it (default: the first contender)")
+    add("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="(default: 1)")
+    add(
+        "--contexts",
+        nargs="+",
         type=int,
-        default=8,
-        metavar="E",
-        help="layers of the early exit, and of the draft model unless it is given (default: 8)",
+        default=[],
+        metavar="N",
+        help="tokens of a prompt (default: the prompts as they are)",
     )
-    parser.add_argument(
-        "--draft-length", type=int, default=5, metavar="K", help="tokens per draft (default: 5)"
+    add(
+        "--near-tie",
+        type=float,
+        default=NEAR_TIE,
+        metavar="GAP",
+        help="in logits, that rounding explains; 16-bit weights need more (default: %(default)s)",
+    )
+    add("--costs", type=Path, metavar="FILE", help="measured seconds, to predict speeds from")
+    add("--flashspec-python", metavar="PATH", help="interpreter that has the package flashspec")
+    add(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds for one answer, compilation included (default: %(default)g)",
     )
     args = parser.parse_args(argv)
-    if args.draft_length < 1 or args.draft_first < 1:
-        parser.error("--draft-length and --draft-first must be at least 1")
+    if min([*args.batch_sizes, *args.contexts, args.max_new_tokens]) < 1 or args.timeout <= 0:
+        parser.error("--batch-sizes, --contexts, --max-new-tokens and --timeout must be above 0")
     return args
 
 
-def build_pairs(target: TargetModel, args: argparse.Namespace) -> list[Pair]:
-    """The pairs that were asked for, with equal settings on both sides."""
-    count, new = args.draft_length, args.max_new_tokens
-    makers: dict[str, Callable[[], tuple[dict[str, Any], Proposer | None]]] = {
-        "plain": lambda: ({}, None),
-        "prompt-lookup": lambda: (
-            {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 2},
-            NgramProposer(count + 1, count, 1, max_ngram=2, occurrence="first"),
-        ),
-        "draft-model": lambda: _draft_model(target, args),
-        "early-exit": lambda: (
-            {"assistant_early_exit": args.draft_first, **_constant(count)},
-            LayerSkipProposer(args.draft_first, width=1, depth=count),
-        ),
-    }
-    pairs = []
-    for name in args.pairs:
-        options, proposer = makers[name]()
-        pairs.append(Pair(name, _theirs(target, new, options), _ours(target, new, proposer)))
-    return pairs
+def chosen(args: argparse.Namespace) -> list[Contender]:
+    """Who takes part; puts the baseline's name into `args`.
 
-
-def _draft_model(
-    target: TargetModel, args: argparse.Namespace
-) -> tuple[dict[str, Any], Proposer | None]:
-    if args.draft_model is not None:
-        draft = TargetModel.load(args.draft_model, target.dtype, target.device)
-    else:
-        draft = first_layers(args.target, args.draft_first, target)
-    vars(draft.model.generation_config).update(_constant(args.draft_length))
-    options = TreeOptions(size=args.draft_length + 1, depth=args.draft_length, top_k=1)
-    return {"assistant_model": draft.model}, DraftModelProposer(draft, options)
-
-
-def first_layers(name: str, count: int, target: TargetModel) -> TargetModel:
-    """The first layers of a target as a model of its own.
-
-    Args:
-        name: folder or hub id of the target.
-        count: layers, fewer than the target has.
-        target: the model.
+    Raises:
+        ValueError: contenders or options that have no meaning.
     """
-    config = AutoConfig.from_pretrained(name)
-    text = config.get_text_config()
-    text.num_hidden_layers = count
-    if (types := getattr(text, "layer_types", None)) is not None:
-        text.layer_types = types[:count]
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # the other layers are left out on purpose
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=target.dtype)
-    transformers.logging.set_verbosity(verbosity)
-    return TargetModel(model.to(target.device), target.tokenizer)
-
-
-def _constant(count: int) -> dict[str, Any]:
-    """transformers' settings for chains of one length, whatever the confidence."""
-    return {
-        "num_assistant_tokens": count,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
-
-
-def _theirs(target: TargetModel, max_new_tokens: int, options: dict[str, Any]) -> Decode:
-    assistant = {key: value for key, value in options.items() if key == "assistant_model"}
-    settings = {key: value for key, value in options.items() if key not in assistant}
-    config = clean_generation_config(target, max_new_tokens, **settings)
-
-    def decode(ids: list[int]) -> list[int]:
-        prompt = torch.tensor([ids], device=target.device)
-        own, target.model.generation_config = target.model.generation_config, config
-        try:
-            out = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **assistant)
-        finally:
-            target.model.generation_config = own
-        return out[0, len(ids) :].tolist()
-
-    return decode
-
-
-def _ours(target: TargetModel, max_new_tokens: int, proposer: Proposer | None) -> Decode:
-    def decode(ids: list[int]) -> list[int]:
-        if proposer is None:
-            return plain_generate(target, [ids], max_new_tokens=max_new_tokens).sequences[0]
-        result = speculative_generate(target, proposer, [ids], max_new_tokens=max_new_tokens)
-        return result.sequences[0]
-
-    return decode
-
-
-def race(target: TargetModel, pair: Pair, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Decode every prompt both ways, the first of the two in turns, after one to warm up."""
-    for decode in (pair.theirs, pair.ours):
-        decode(prompts[0].ids)
-    seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
-    tokens = {"theirs": 0, "ours": 0}
-    identical, near_ties, failures = 0, 0, []
-    for number, prompt in enumerate(tqdm(prompts, desc=pair.name, disable=None)):
-        sides = [("theirs", pair.theirs), ("ours", pair.ours)]
-        texts = {}
-        for side, decode in sides if number % 2 else sides[::-1]:
-            start = time.perf_counter()
-            texts[side] = decode(prompt.ids)
-            seconds[side].append(time.perf_counter() - start)
-            tokens[side] += len(texts[side])
-        found = explain_difference(
-            target, prompt.ids, texts["theirs"], texts["ours"], SamplingParams()
+    found = with_engine(parse_contenders(args.contenders, args.sizes), args.engine)
+    names = [one.name for one in found]
+    if args.baseline is None:
+        args.baseline = names[0]
+    if args.baseline not in names:
+        raise ValueError(
+            f"--baseline {args.baseline} takes no part: give one of {', '.join(names)}"
         )
-        identical += found is None
-        near_ties += found is not None and found.near_tie
-        if found is not None and not found.near_tie:
-            failures.append(prompt.id)
-    ratios = [their / our for their, our in zip(seconds["theirs"], seconds["ours"], strict=True)]
-    return {
-        "pair": pair.name,
-        "prompts": len(prompts),
-        "identical": identical,
-        "near_ties": near_ties,
-        "failures": failures,
-        "theirs_tokens_per_second": tokens["theirs"] / sum(seconds["theirs"]),
-        "ours_tokens_per_second": tokens["ours"] / sum(seconds["ours"]),
-        "ratio": statistics.median(ratios),
-    }
+    for one in found:
+        if one.settings.get("engine", "eager") not in ENGINES:
+            raise ValueError(f"--contenders {one.name}: engine is one of {', '.join(ENGINES)}")
+    flash = any(one.kind == "flashspec" for one in found)
+    if flash != (args.flashspec_python is not None):
+        raise ValueError("flashspec and --flashspec-python are needed together")
+    return found
 
 
 if __name__ == "__main__":

@@ -31,12 +31,18 @@ PURE = {
     "drafters.confidence",
     "drafters.vocab",
     "inference.acceptance",
+    "inference.admission",
     "inference.block",
     "inference.confidence",
+    "inference.controller",
+    "inference.cost_calibration",
+    "inference.costs",
     "inference.lossy",
+    "inference.schedule",
     "inference.sequoia",
     "inference.static_tree",
     "inference.stats",
+    "inference.survival",
     "inference.tree",
     "inference.verify",
     "training.alignment",
@@ -57,6 +63,8 @@ KNOW_TRANSFORMERS = {
     "drafters.target",
     "inference.attention",
     "inference.cache",
+    "inference.static.attention",
+    "inference.static.cache",
 }
 TRANSFORMERS_INTERNALS = re.compile(
     r"transformers\.(.+\.)?(cache_utils|masking_utils|modeling_\w+)\b"

@@ -10,11 +10,11 @@ Legend: B sequences still running, N tree nodes, F·D captured features, D hidde
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from drafters import TargetModel
-from inference.cache import TreeCache
 from inference.sampling import SamplingParams
 from inference.timing import PhaseTimer
 from inference.tree import TokenTree
@@ -48,7 +48,7 @@ class Session:
 
     Attributes:
         target: the model whose output it is.
-        cache: of the target. Sequences that have ended leave it.
+        cache: of the target, as its engine makes them. Sequences that have ended leave it.
         batch_size: sequences at the start.
         timer: network time of drafting is charged to its phase "draft".
         rule: of acceptance.
@@ -56,7 +56,7 @@ class Session:
     """
 
     target: TargetModel
-    cache: TreeCache
+    cache: Any
     batch_size: int
     timer: PhaseTimer
     rule: str

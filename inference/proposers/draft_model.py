@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from drafters import TargetModel
 from inference.append import append_text, stretches
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.growth import new_tree
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
@@ -66,8 +67,8 @@ class DraftModelProposer(Proposer):
         if session.target not in self._fits:
             check_same_tokenizer(session.target, self.draft)
             self._fits.add(session.target)
-        check_tree_support(self.draft)
-        capacity = max(layer.capacity for layer in session.cache.layers)
+        check_tree_support(EagerEngine(self.draft))
+        capacity = session.cache.capacity
         self._cache = TreeCache(self.draft.model.config, session.batch_size, capacity)
         self._session, self._trees, self._warned = session, {}, False
         self._live = list(range(session.batch_size))

@@ -27,6 +27,7 @@ from drafters import TargetModel
 from inference.acceptance import KeyedCoins, Verdict
 from inference.cache import TreeCache, TreeLayer
 from inference.decoding import Text
+from inference.engine import EagerEngine
 from inference.processors import Sampler
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.growth import Growth, StaticGrowth
@@ -511,7 +512,7 @@ def length_overrun(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(detectors.states_are_the_texts, "features of the tree's first rows, rejected or not")
 def features_of_rejected_rows(patch: pytest.MonkeyPatch) -> None:
-    append, hand_over = decoding_module.append_rows, Text.hand_over
+    append, hand_over = EagerEngine.append, Text.hand_over
     last: list[Any] = []
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -523,7 +524,7 @@ def features_of_rejected_rows(patch: pytest.MonkeyPatch) -> None:
             features = last[0].features[0, : len(features)]
         hand_over(self, features, hidden)
 
-    patch.setattr(decoding_module, "append_rows", noted)
+    patch.setattr(EagerEngine, "append", noted)
     patch.setattr(Text, "hand_over", first_rows)
 
 

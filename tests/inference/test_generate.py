@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
-import inference.decoding as decoding_module
+import inference.engine as engine_module
 from drafters import Drafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import Generation, Round, plain_generate, speculative_generate
@@ -153,7 +153,7 @@ def test_a_wrong_commit_is_seen(target: TargetModel, monkeypatch: pytest.MonkeyP
         def commit(self, paths: Sequence[Sequence[int]]) -> None:
             super().commit([range(len(path)) for path in paths])
 
-    monkeypatch.setattr(decoding_module, "TreeCache", FirstRows)
+    monkeypatch.setattr(engine_module, "TreeCache", FirstRows)
     texts = true_texts(target, GREEDY)
     result, _ = decode_with_oracle(target, texts, GREEDY, "match")
     assert result.sequences != [text[-NEW:] for text in texts]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import inference.decoding as decoding_module
+import inference.engine as engine_module
 from drafters import TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.generate import plain_generate, speculative_generate
@@ -149,7 +149,7 @@ def set_cache(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def small(config: object, batch_size: int, capacity: int) -> TreeCache:
             return TreeCache(config, batch_size, 1)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(decoding_module, "TreeCache", small)
+        monkeypatch.setattr(engine_module, "TreeCache", small)
         monkeypatch.setattr("inference.cache.BLOCK", 4)
 
 

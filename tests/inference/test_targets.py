@@ -14,6 +14,7 @@ import inference.cache
 from drafters import TargetModel, TargetOutput
 from inference.append import append_rows
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.support import check_tree_support
 from inference.tree import Proposal, TokenTree
 from tests.zoo import (
@@ -191,7 +192,7 @@ def test_the_text_part_of_a_multimodal_model() -> None:
     config = Gemma3Config(text_config=words, vision_config=vision)
     torch.manual_seed(0)
     target = TargetModel(Gemma3ForConditionalGeneration(config).double(), name="gemma3")
-    check_tree_support(target)
+    check_tree_support(EagerEngine(target))
     assert decode(target, rounds=4, lengths=[3, 12], seed=3)["plain"] < TOLERANCE
 
 
@@ -346,7 +347,7 @@ def test_layers_that_cannot_be_rolled_back_are_refused(
     with pytest.raises(ValueError, match=message):
         TreeCache(target.model.config)
     with pytest.raises(ValueError, match=message):
-        check_tree_support(target)
+        check_tree_support(EagerEngine(target))
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "doge"])
@@ -373,13 +374,13 @@ def test_models_that_do_not_do_what_the_mask_says_are_refused(
 ) -> None:
     target = zoo_target(name, torch.float32, **options)
     with pytest.raises(ValueError, match=rf"'{name}'\) cannot verify trees"):
-        check_tree_support(target)
+        check_tree_support(EagerEngine(target))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt_oss", "gpt2"])
 def test_others_pass_in_every_dtype(name: str, dtype: torch.dtype) -> None:
-    check_tree_support(zoo_target(name, dtype))
+    check_tree_support(EagerEngine(zoo_target(name, dtype)))
 
 
 def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +395,7 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(target.model, "forward", without_mask)
     with pytest.raises(ValueError, match="sibling"):
-        check_tree_support(target)
+        check_tree_support(EagerEngine(target))
 
 
 def test_a_model_that_counts_positions_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,14 +411,14 @@ def test_a_model_that_counts_positions_itself_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(target.model, "forward", counting)
     with pytest.raises(ValueError, match=r"differ by .* from plain decoding"):
-        check_tree_support(target)
+        check_tree_support(EagerEngine(target))
 
 
 def test_a_target_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = zoo_target("llama")
-    check_tree_support(target)
+    check_tree_support(EagerEngine(target))
     monkeypatch.setattr(target, "forward", lambda *_, **__: pytest.fail("checked again"))
-    check_tree_support(target)
+    check_tree_support(EagerEngine(target))
 
 
 def test_common_options_are_those_of_the_tokenizer() -> None:

@@ -1,13 +1,15 @@
-"""scripts.benchmark: equal settings, equal texts, and a difference is a failure."""
+"""scripts.benchmark: the command line, and whole races of processes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-import scripts.benchmark as script
-from scripts.benchmark import PAIRS, main
+from scripts.benchmark import DEFAULT, chosen, main, parse_args
 from tests.tiny import save_tiny_target
+
+NEEDED = ["--target", "t", "--prompts", "p.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -15,94 +17,106 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("bench")
     target = save_tiny_target(folder / "target")
     prompts = folder / "prompts.jsonl"
-    rows = [{"prompt_ids": ids} for ids in ([5, 6, 7, 5, 6], [11, 12, 13, 11], [20] * 9)]
+    rows = [
+        {"question_id": 7, "category": "loops", "prompt_ids": [5, 6, 7, 5, 6]},
+        {"question_id": 8, "category": "loops", "prompt_ids": [11, 12, 13, 11]},
+        {"question_id": 9, "category": "other", "prompt_ids": [20] * 9},
+    ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--target", str(target), "--prompts", str(prompts), "--dtype", "float64"]
-    return [*options, "--max-new-tokens", "16", "--draft-first", "3", "--draft-length", "4"]
+    return [*options, "--device", "cpu", "--max-new-tokens", "12", "--timeout", "900"]
 
 
 def result(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_every_pair_gives_equal_texts(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_first_contender_is_the_baseline() -> None:
+    args = parse_args(NEEDED)
+    assert [one.name for one in chosen(args)] == list(DEFAULT)
+    assert args.baseline == "plain"
+    args = parse_args([*NEEDED, "--baseline", "ours"])
+    chosen(args)
+    assert args.baseline == "ours"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--baseline", "fast"], "--baseline fast takes no part: give one of plain, "),
+        (["--contenders", "plain", "fast"], "'fast' is none of"),
+        (["--contenders", "flashspec:ngram"], "flashspec and --flashspec-python are needed"),
+        (["--flashspec-python", "python"], "flashspec and --flashspec-python are needed"),
+        (["--contenders", "plain", "--engine", "packed"], "--engine has no effect"),
+        (["--contenders", "plain", "ours:engine=x"], "engine is one of eager, packed"),
+        (["--contenders", "plain", "--sizes", "4"], "--sizes has no effect"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(parse_args([*NEEDED, *words]))
+
+
+@pytest.mark.parametrize("option", ["--batch-sizes", "--contexts", "--max-new-tokens"])
+def test_numbers_are_above_0(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([*NEEDED, option, "0"])
+    assert "must be above 0" in capsys.readouterr().err
+
+
+def test_help_explains_the_contenders(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    out = capsys.readouterr().out
+    assert "prompt-lookup:length=10" in out and "ours:as-prompt-lookup" in out
+    assert "KINDS" not in out
+
+
+@pytest.mark.slow
+def test_a_race(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A grid of two batch sizes; transformers' prompt lookup refuses the larger, and only that."""
+    pair = ["prompt-lookup:length=4", "ours:as-prompt-lookup:length=4"]
+    words = ["--contenders", "plain", *pair, "--contexts", "16", "--batch-sizes", "1", "2"]
+    words = [*words, "--out", str(tmp_path / "result.json")]
+    assert main([*command, *words]) == 1
+    found = result(capsys)
+    assert list(found["failed"]) == [pair[0]]
+    assert "only supported for batch_size = 1" in found["failed"][pair[0]]
+    one, two = found["results"]
+    assert (one["batch_size"], one["context"], one["reference"]) == (1, 16, "plain")
+    assert [each["name"] for each in one["contenders"]] == ["plain", *pair]
+    for each in one["contenders"]:
+        assert (each["identical"], each["excluded"]) == (3, False)
+        assert each["ratio"]["median"] > 0 and each["warm_up_seconds"] > 0
+        assert sorted(each["by_category"]) == ["loops", "other"]
+    theirs, ours = one["contenders"][1:]
+    assert ours["counterpart"]["name"] == theirs["name"]
+    assert ours["acceptance_length"] == pytest.approx(theirs["acceptance_length"], rel=0.15)
+    assert ours["split"].keys() >= {"verify", "host"}
+    assert [each["name"] for each in two["contenders"]] == ["plain", pair[1]]
+    assert (two["batches"], two["dropped_prompts"]) == (1, 1)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["results"] == found["results"]
+    assert len(written["raw"][0]["answers"]["plain"]) == 3
+
+
+@pytest.mark.slow
+def test_one_that_cannot_start_does_not_cost_the_others(
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "--out", str(tmp_path / "result.json")]) == 0
-    found = result(capsys)["results"]
-    assert [pair["pair"] for pair in found] == list(PAIRS)
-    for pair in found:
-        assert (pair["prompts"], pair["identical"], pair["failures"]) == (3, 3, [])
-        assert pair["ratio"] > 0 and pair["ours_tokens_per_second"] > 0
-    assert json.loads((tmp_path / "result.json").read_text())["results"] == found
+    assert main([*command, "--contenders", "assisted:first=6", "ours", "--limit", "2"]) == 1
+    found = result(capsys)
+    assert "first must be below the target's 6 layers" in found["failed"]["assisted:first=6"]
+    [cell] = found["results"]
+    [ours] = cell["contenders"]
+    assert (ours["name"], cell["reference"], ours["identical"]) == ("ours", "ours", 2)
+    assert "ratio" not in ours
 
 
-def test_settings_are_equal_on_both_sides(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_an_environment_without_flashspec_says_so(
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both verify the same drafts: the target runs as often on one side as on the other."""
-    rounds: dict[str, int] = {}
-    build = script.build_pairs
-
-    def counting(target, args):  # type: ignore[no-untyped-def]
-        def counted(name, decode):  # type: ignore[no-untyped-def]
-            def run(ids):  # type: ignore[no-untyped-def]
-                calls = []
-                hook = target.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-                try:
-                    return decode(ids)
-                finally:
-                    hook.remove()
-                    rounds[name] = rounds.get(name, 0) + len(calls)
-
-            return run
-
-        return [
-            script.Pair(
-                pair.name,
-                counted(f"theirs {pair.name}", pair.theirs),
-                counted(f"ours {pair.name}", pair.ours),
-            )
-            for pair in build(target, args)
-        ]
-
-    monkeypatch.setattr("inference.generate.check_tree_support", lambda target: None)
-    monkeypatch.setattr(script, "build_pairs", counting)
-    assert main([*command, "--pairs", "prompt-lookup", "draft-model"]) == 0
-    for name in ("prompt-lookup", "draft-model"):
-        more = rounds[f"ours {name}"] - rounds[f"theirs {name}"]
-        assert 0 <= more <= 4, "theirs verifies its first drafts with the prompt, in 4 texts"
-
-
-def test_a_different_text_is_a_failure(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = script.plain_generate
-
-    def wrong(*args, **options):  # type: ignore[no-untyped-def]
-        made = plain(*args, **options)
-        made.sequences[0][3] = (made.sequences[0][3] + 1) % 96
-        return made
-
-    monkeypatch.setattr(script, "plain_generate", wrong)
-    assert main([*command, "--pairs", "plain"]) == 1
-    [pair] = result(capsys)["results"]
-    assert pair["identical"] == 0 and len(pair["failures"]) == 3
-
-
-def test_a_pair_that_fails_does_not_cost_the_others(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*args: object, **options: object) -> None:
-        raise RuntimeError("not today")
-
-    monkeypatch.setattr(script, "plain_generate", broken)
-    assert main([*command, "--pairs", "plain", "prompt-lookup"]) == 1
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["failed"] == {"plain": "RuntimeError: not today"}
-    assert [pair["pair"] for pair in found["results"]] == ["prompt-lookup"]
-
-
-def test_a_draft_of_all_layers_is_refused(command: list[str]) -> None:
-    with pytest.raises(ValueError, match="--draft-first must be below the target's 6 layers"):
-        main([*command, "--draft-first", "6"])
+    words = ["--contenders", "ours", "flashspec:ngram", "--flashspec-python", sys.executable]
+    assert main([*command, *words, "--limit", "1"]) == 1
+    assert "No module named 'flashspec'" in result(capsys)["failed"]["flashspec:ngram"]

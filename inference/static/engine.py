@@ -1,0 +1,223 @@
+"""The target over a `StaticCache`: fused attention, packed weights on a CPU, compiled if asked for.
+
+* ``packed``: transformers' own forward with two parts replaced, attention and, on a CPU, the linear
+  layers. Ready at once.
+* ``compiled``: the same, and what is between those parts fused by torch's compiler. The two parts
+  are closed operators to it, so neither the number of rows nor the length of the text is built into
+  what it makes: one row and several rows are two graphs, and a batch two more.
+
+Letters: B sequences, F new rows of each (padded to the most), m rows pending, C columns in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters import Drafter, TargetModel, TargetOutput
+from inference.attention import narrow, row_mask
+from inference.engine import Engine
+from inference.static.attention import NAME, TreeRows
+from inference.static.cache import PassingCache, StaticCache, kv_shape
+from inference.static.packing import PackedLinears, best_rows, cannot_pack
+
+
+class StaticEngine(Engine):
+    """Runs a target over caches of one tensor.
+
+    Args:
+        target: whose weights do not change while the engine is open.
+        compiled: fuse what is between attention and linear layers.
+        pack: lay the weights of linear layers out for oneDNN; None: where that is possible.
+
+    Attributes:
+        least_rows: a forward of fewer rows is filled up to so many, where that is faster.
+        warm_up_seconds: spent in first forwards of a kind, compilation included.
+
+    Raises:
+        ValueError: a target whose layers differ in shape, or ``pack`` where it is not possible.
+    """
+
+    def __init__(
+        self, target: TargetModel, compiled: bool = False, pack: bool | None = None
+    ) -> None:
+        super().__init__(target)
+        self.name = "compiled" if compiled else "packed"
+        self.shape = kv_shape(target)
+        reason = cannot_pack(target.lm_head.weight)
+        if pack and reason:
+            raise ValueError(f"pack: {reason}")
+        self._packed = None
+        if pack or (pack is None and reason is None):
+            self._packed = PackedLinears([target.model])
+        self.least_rows = 1 if self._packed is None else best_rows(target.lm_head)
+        self._heads: list[tuple[Drafter, PackedLinears]] = []
+        self._passing = PassingCache(self.shape.num_layers)
+        self._run: Callable[..., TargetOutput] = self._forward
+        if compiled:
+            self._run = torch.compile(self._forward, fullgraph=True, dynamic=True)
+        self._warm: set[tuple[Any, ...]] = set()
+        self.warm_up_seconds = 0.0
+
+    def prepare(self, drafter: Drafter) -> None:
+        """Pack a head's linear layers too, where the target's are packed.
+
+        Args:
+            drafter: attached head that will draft for this engine.
+        """
+        if self._packed is None or any(drafter is head for head, _ in self._heads):
+            return
+        packed = PackedLinears([drafter])
+        packed.borrow(drafter)
+        self._heads.append((drafter, packed))
+
+    def close(self) -> None:
+        """Unpack all linear layers."""
+        for _, packed in self._heads:
+            packed.close()
+        self._heads.clear()
+        if self._packed is not None:
+            self._packed.close()
+            self._packed = None
+
+    def new_cache(self, batch_size: int, capacity: int) -> StaticCache:
+        """One tensor for all layers."""
+        return StaticCache(self.shape, batch_size, capacity)
+
+    def append(
+        self,
+        cache: StaticCache,
+        tokens: Sequence[Tensor],
+        depths: Sequence[Tensor],
+        seen: Sequence[Tensor],
+        *,
+        feature_layers: Sequence[int] = (),
+        logits_to_keep: int | Tensor = 0,
+        run_layers: Collection[int] | None = None,
+        entering: Tensor | None = None,
+    ) -> TargetOutput:
+        """As the interface says; only whole forwards."""
+        if run_layers is not None or entering is not None:
+            raise ValueError(f"engine {self.name!r} runs whole forwards: use engine='eager'")
+        ids, positions = self.inputs(cache, tokens, depths)
+        rows = self.rows(cache, depths, seen, ids.shape[1])
+        cache.pending += ids.shape[1]
+        layers = tuple(feature_layers)
+        # Prompts, of which the last logits are asked for, take their time in matrix products.
+        run = self._run if isinstance(logits_to_keep, int) and not logits_to_keep else self._forward
+        with self._timed(ids, layers, run), tree_attention_of(self.target):
+            return run(ids, positions, rows, layers, logits_to_keep)
+
+    def run(
+        self, ids: Tensor, positions: Tensor, rows: TreeRows, feature_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """A forward whose rows are described by tensors alone.
+
+        Args:
+            ids: (B, N).
+            positions: (B, N).
+            rows: of the trees.
+            feature_layers: as in `TargetModel.forward`.
+        """
+        with tree_attention_of(self.target):
+            return self._run(ids, positions, rows, tuple(feature_layers), 0)
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Compile nothing meanwhile."""
+        own, self._run = self._run, self._forward
+        try:
+            yield
+        finally:
+            self._run = own
+
+    def inputs(
+        self, cache: StaticCache, tokens: Sequence[Tensor], depths: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and positions (B, F) of the new rows; arguments as in `append`."""
+        width = max(*map(len, tokens), self.least_rows)
+        ids = torch.zeros(len(tokens), width, dtype=torch.int64)
+        positions = torch.zeros_like(ids)
+        for row, (some, depth) in enumerate(zip(tokens, depths, strict=True)):
+            ids[row, : len(some)] = some
+            positions[row, : len(some)] = cache.lengths[row] + depth[len(depth) - len(some) :]
+        return ids.to(self.shape.device), positions.to(self.shape.device)
+
+    def rows(
+        self, cache: StaticCache, depths: Sequence[Tensor], seen: Sequence[Tensor], width: int
+    ) -> TreeRows:
+        """What attention needs; room is made in the cache.
+
+        Args:
+            cache: of this engine.
+            depths: as in `append`.
+            seen: as in `append`.
+            width: F.
+        """
+        device = self.shape.device
+        count = cache.columns(width)
+        cache.reserve(count)
+        seen, depths = [mask.to(device) for mask in seen], [depth.to(device) for depth in depths]
+        starts = torch.tensor(cache.lengths, device=device) + cache.pending
+        mask = row_mask(cache.lengths, seen, count, cache.pending)
+        rows = TreeRows(
+            cache.kv,
+            starts[:, None] + torch.arange(width, device=device),
+            self.shape.windows,
+            self._bias(mask),
+        )
+        window = next((window for window in self.shape.windows if window is not None), None)
+        if window is not None:
+            narrow(mask, cache.lengths, depths, cache.pending, window)
+            rows.window_bias = self._bias(mask)
+        return rows
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        bias = torch.zeros(mask.shape, dtype=self.shape.dtype, device=mask.device)
+        return bias.masked_fill_(~mask, -torch.inf)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: TreeRows,
+        feature_layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> TargetOutput:
+        return self.target.forward(
+            ids,
+            position_ids=positions,
+            cache=self._passing,
+            feature_layers=feature_layers,
+            logits_to_keep=logits_to_keep,
+            handed={"rows": rows},
+        )
+
+    @contextmanager
+    def _timed(
+        self, ids: Tensor, layers: tuple[int, ...], run: Callable[..., TargetOutput]
+    ) -> Iterator[None]:
+        """Count the first forward of a kind as warming up."""
+        kind = (ids.shape[0] > 1, ids.shape[1] > 1, layers, run == self._forward)
+        start = time.perf_counter()
+        yield
+        if kind not in self._warm:
+            self._warm.add(kind)
+            self.warm_up_seconds += time.perf_counter() - start
+
+
+@contextmanager
+def tree_attention_of(target: TargetModel) -> Iterator[None]:
+    """Have a target attend by `inference.static.attention` meanwhile."""
+    config = target.config
+    own = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = own

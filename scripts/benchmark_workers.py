@@ -1,0 +1,192 @@
+"""A contender of `scripts.benchmark` in a process of its own, on top of this project's packages.
+
+The first line of standard input says which one it is and how the target is loaded; see
+`scripts.benchmark_protocol` for the others.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters import TargetModel
+from inference.engines import DeviceEngine, build_engine
+from inference.generate import Generation, Round, plain_generate, speculative_generate
+from inference.proposers import Proposer, TreeOptions
+from inference.proposers.draft_model import DraftModelProposer
+from inference.proposers.layer_skip import LayerSkipProposer
+from inference.proposers.ngram import NgramProposer
+from scripts.benchmark_contenders import AS, LENGTH, MATCH, Contender, drafting_arguments
+from scripts.benchmark_protocol import Answer, Handler, serve
+from scripts.benchmark_transformers import build_theirs, check_layers, load_draft
+from scripts.common import load_target
+from scripts.drafting import add_drafting_options, load_proposer
+
+
+def build(settings: dict[str, Any]) -> Handler:
+    """Load the target, and what the contender needs beside it.
+
+    Args:
+        settings: "contender" as `Contender.to_dict`, "name" of it, and the model options of
+            `scripts.common`.
+    """
+    found = Contender(settings["name"], **settings["contender"])
+    args = argparse.Namespace(**settings["model"])
+    template = settings["model"]["chat_template"]
+    target = load_target(args, None if template is None else Path(template))
+    if found.kind == "ours":
+        return Ours(target, found, args.target)
+    return build_theirs(target, found, args.target)
+
+
+class Ours:
+    """This project's decoder, greedy.
+
+    Args:
+        target: the model.
+        found: which drafts.
+        name: folder or hub id of the target.
+    """
+
+    def __init__(self, target: TargetModel, found: Contender, name: str) -> None:
+        self.target, self.found = target, found
+        self._make = proposer_maker(target, found, name)
+        self._proposer: Proposer | None = None
+        engine = found.settings.get("engine")
+        self._engine = None if engine is None else build_engine(target, engine)
+
+    def warm_up(self, prompts: list[list[int]], longest: int, new_tokens: int) -> None:
+        """Decode once, with drafts that remember nothing of earlier measurements."""
+        self._proposer = None if self._make is None else self._make()
+        self.decode(prompts, new_tokens)
+
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> Answer:
+        """Decode one batch."""
+        count = Rounds()
+        start = time.perf_counter()
+        made = self._generate(prompts, new_tokens, count)
+        self._drain()
+        seconds = time.perf_counter() - start
+        prefill = min(made.seconds["prefill"], seconds)
+        return Answer(
+            made.sequences,
+            seconds,
+            prefill,
+            len(prompts),
+            parts_of(made.seconds, seconds - prefill),
+            None if self._proposer is None else count.forwards[1:],
+        )
+
+    def _generate(self, prompts: list[list[int]], new_tokens: int, count: "Rounds") -> Generation:
+        if self._proposer is None:
+            return plain_generate(
+                self.target, prompts, max_new_tokens=new_tokens, engine=self._engine
+            )
+        on_device = isinstance(self._engine, DeviceEngine)  # the host sees no trees
+        return speculative_generate(
+            self.target,
+            self._proposer,
+            prompts,
+            max_new_tokens=new_tokens,
+            engine=self._engine,
+            on_token=count.on_token,
+            on_round=None if on_device else count.on_round,
+        )
+
+    def _drain(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+
+class Rounds:
+    """Counts what every forward did: [sequences, nodes, depth, tokens emitted], the prefill first.
+
+    Attributes:
+        forwards: the counts; of the largest and the deepest tree, 0 where none is seen.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self._row = -1
+
+    def on_token(self, row: int, tokens: list[int]) -> None:
+        """Called for each running sequence after each forward, in the order of the rows."""
+        if row <= self._row or not self.forwards:  # the next forward starts over
+            self.forwards.append([0, 0, 0, 0])
+        self._row = row
+        self.forwards[-1][0] += 1
+        self.forwards[-1][3] += len(tokens)
+
+    def on_round(self, done: Round) -> None:
+        """Called after `on_token`."""
+        now = self.forwards[-1]
+        now[1] = max(now[1], done.tree.num_nodes)
+        now[2] = max(now[2], int(done.tree.depths.max()))
+
+
+def parts_of(seconds: dict[str, float], decoding: float) -> dict[str, float]:
+    """`Generation.seconds` by part of the step; what is not told apart is the host's.
+
+    Args:
+        seconds: by phase, with "prefill" and the "total" of what comes after it.
+        decoding: seconds after the prefill, by our clock.
+    """
+    parts = {name: value for name, value in seconds.items() if name not in ("prefill", "total")}
+    parts["verify"] = parts.pop("target", 0.0) + parts.get("verify", 0.0)
+    return {**parts, "host": max(decoding - sum(parts.values()), 0.0)}
+
+
+def proposer_maker(
+    target: TargetModel, found: Contender, name: str
+) -> Callable[[], Proposer] | None:
+    """Makes the drafts' source anew; None for decoding without.
+
+    Args:
+        target: the model.
+        found: one of ours.
+        name: folder or hub id of the target.
+
+    Raises:
+        ValueError: settings that say nothing or contradict each other.
+    """
+    if found.source is None:
+        return None
+    if found.source in AS:
+        return _as_theirs(target, found, name)
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_drafting_options(parser)
+    parser.set_defaults(rule="match", temperature=0.0)
+    words = drafting_arguments(found)
+    try:
+        parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{found.name}: {error}") from error
+    return lambda: load_proposer(parser.parse_args(words), target)
+
+
+def _as_theirs(target: TargetModel, found: Contender, name: str) -> Callable[[], Proposer]:
+    """The drafts of transformers' decoder with the same settings."""
+    settings = found.settings
+    kind = AS[found.source or ""]
+    if kind == "prompt-lookup":
+        count, match = int(settings.get("length", LENGTH)), int(settings.get("match", MATCH))
+        return lambda: NgramProposer(count + 1, count, 1, max_ngram=match, occurrence="first")
+    if "length" not in settings:
+        raise ValueError(
+            f"{found.name}: length=K is needed; transformers' own lengths change with its guesses"
+        )
+    count = int(settings["length"])
+    if kind == "early-exit":
+        first = int(settings["first"])
+        check_layers(target, found.name, first)
+        return lambda: LayerSkipProposer(first, width=1, depth=count)
+    draft = load_draft(target, found, name)
+    options = TreeOptions(size=count + 1, depth=count, top_k=1)
+    return lambda: DraftModelProposer(draft, options)
+
+
+if __name__ == "__main__":
+    serve(build)

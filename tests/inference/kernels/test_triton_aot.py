@@ -1,0 +1,152 @@
+"""The kernels compiled for three generations of GPUs, none of which has to be there.
+
+What is asked of every one: shared memory within the GPU's limit, tensor cores used, no registers
+spilled to memory.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from inference.kernels import MAX_HEAD_DIM
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: it has no build for macOS")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from inference.kernels import triton_attention as launching  # noqa: E402
+from inference.kernels import triton_kernels as kernels  # noqa: E402
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_OF_SMALL_GPUS = 99 * 1024
+"""Of sm_86 and sm_89, which run what is compiled for sm_80."""
+MMA = {80: "mma.sync", 90: r"mma.sync|wgmma.mma_async", 100: r"mma.sync|tcgen05.mma"}
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+INTEGERS = ("window", "num_rows", "num_pending", "splits")
+ALIGNED = ("q_ptr", "k_ptr", "v_ptr", "part_ptr", "lse_ptr", "words_ptr", "lengths_ptr", "out_ptr")
+
+
+def compiled(fn: Any, capability: int, element: str, constants: dict, **options: int) -> Any:
+    """As a call would compile it, with pointers and strides divisible by 16."""
+    types: dict[str, Any] = {name: "i32" for name in INTEGERS}
+    types |= {"scale": "fp32", "cap": "fp32", "part_ptr": "*fp32", "lse_ptr": "*fp32"}
+    types |= {"lengths_ptr": "*i64", "words_ptr": "*i32", "depths_ptr": "*i64"}
+    attributes = {}
+    signature = {}
+    for place, name in enumerate(fn.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "strides":
+            signature[name] = (("i32",) * 3,) * 3
+            attributes |= {
+                (place, i, j): [["tt.divisibility", 16]] for i in range(3) for j in range(3)
+            }
+        elif name == "out_strides":
+            signature[name] = ("i32",) * 3
+        else:
+            signature[name] = types.get(name, "*" + element)
+        if name in ALIGNED:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn, signature, constants, attributes)
+    options["enable_fp_fusion"] = True
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def split_kernel(
+    capability: int, element: str, dim: int, rows: int, everything: bool, **others: int
+) -> Any:
+    """The kernel for a head dimension and M packed rows, with or without window and soft cap."""
+    tile = launching.tile_for(rows, dim, TYPES[element].itemsize)
+    constants = {
+        "HEADS": 8, "GROUP": 4, "D": dim, "DV": dim, "WORDS": 2,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": dim, "BLOCK_DV": dim,
+        **({} if everything else {"window": None, "cap": None, "depths_ptr": None}), **others,
+    }  # fmt: skip
+    return compiled(
+        kernels.split_kernel, capability, element, constants,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def check(kernel: Any, capability: int) -> None:
+    assert kernel.metadata.shared <= SHARED[capability]
+    if capability == 80:
+        assert kernel.metadata.shared <= SHARED_OF_SMALL_GPUS
+    assert re.search(MMA[capability], kernel.asm["ptx"])
+    spills = re.findall(r"\b(?:STL|LDL)\b", kernel.asm["sass"])
+    assert not spills, f"{len(spills)} instructions move spilled registers"
+
+
+def test_numbers_equal_to_one_become_constants() -> None:
+    """Triton does that with arguments, so a single row and a single split are other kernels."""
+    check(split_kernel(80, "fp16", 64, 16, True, num_rows=1, splits=1, window=1), 80)
+
+
+def test_a_small_tile_compiles() -> None:
+    check(split_kernel(80, "fp16", dim=64, rows=16, everything=False), 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("element", "dim", "rows", "everything"),
+    [
+        ("fp16", 64, 64, False),
+        ("bf16", 64, 32, False),
+        ("bf16", 64, 128, True),
+        ("bf16", 128, 16, False),
+        ("bf16", 128, 64, True),
+        ("fp16", 128, 128, False),
+        ("bf16", 256, 64, False),
+        ("fp16", 256, 16, True),
+        ("fp32", 64, 16, False),
+        ("fp32", 128, 64, True),
+    ],
+)
+@pytest.mark.parametrize("capability", SHARED)
+def test_tiles_compile(
+    capability: int, element: str, dim: int, rows: int, everything: bool
+) -> None:
+    check(split_kernel(capability, element, dim, rows, everything), capability)
+
+
+@pytest.mark.parametrize("element", TYPES)
+def test_tiles_hold_what_they_have_to(element: str) -> None:
+    """What the tested compilations cover: no other tile is ever launched."""
+    itemsize = TYPES[element].itemsize
+    tiles = {
+        (dim, launching.tile_for(rows, dim, itemsize))
+        for dim in (16, 32, 64, 128, 256)
+        for rows in range(1, 1025)
+        if dim <= MAX_HEAD_DIM[TYPES[element]]
+    }
+    assert all(tile.block_m >= 16 and tile.block_n >= 16 for _, tile in tiles)
+    assert {tile.block_m for _, tile in tiles} == ({16} if itemsize == 4 else {16, 32, 64, 128})
+    assert max(2 * dim * tile.block_n * itemsize for dim, tile in tiles) == 32 * 1024
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "capacity", "expected"),
+    [
+        (8, 2048, 16),  # batch 1: as many as the cache has room for
+        (8, 32768, 66),  # four programs for each of 132 multiprocessors
+        (128, 8192, 5),
+        (5000, 8192, 1),
+        (8, 1, 1),
+    ],
+)
+def test_splits_follow_shapes(num_tiles: int, capacity: int, expected: int) -> None:
+    assert launching.num_splits(num_tiles, capacity, num_sms=132) == expected
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_the_merge_compiles(capability: int) -> None:
+    constants = {
+        "HEADS": 8, "GROUP": 4, "DV": 128, "window": None,
+        "BLOCK_J": launching.MERGED_AT_ONCE, "BLOCK_N": 64, "BLOCK_DV": 128,
+    }  # fmt: skip
+    kernel = compiled(kernels.merge_kernel, capability, "bf16", constants, num_warps=2)
+    assert kernel.metadata.shared <= SHARED[capability]
+    assert not re.findall(r"\b(?:STL|LDL)\b", kernel.asm["sass"])

@@ -1,0 +1,149 @@
+"""The static engines decode what the eager one does, over every kind of attention."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from drafters import TargetModel
+from inference.engine import EagerEngine
+from inference.engines import ENGINES, build_engine
+from inference.generate import plain_generate, speculative_generate
+from inference.proposers.layer_skip import LayerSkipProposer
+from inference.proposers.ngram import NgramProposer
+from inference.sampling import SamplingParams
+from inference.static.engine import StaticEngine
+from tests.tiny import tiny_target
+from tests.zoo import ZOO, float64_throughout, zoo_target
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9], [3]]
+REFUSED = ("deepseek_v3", "falcon", "nemotron", "stablelm")
+"""Keys and values of unequal size; attention of their own; attention without keyword arguments."""
+KINDS = sorted(ZOO.keys() - set(REFUSED))
+
+
+def trees() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ancestor masks and depths of a branching tree, a chain and a root."""
+    branching = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    chain = torch.ones(3, 3, dtype=torch.bool).tril()
+    masks = [branching, chain, torch.ones(1, 1, dtype=torch.bool)]
+    return [(mask, mask.sum(1) - 1) for mask in masks]
+
+
+@torch.inference_mode()
+def logits(engine: object, rounds: int = 3) -> list[torch.Tensor]:
+    """Of the nodes of three trees at once, over several rounds of commits."""
+    cache = engine.new_cache(len(PROMPTS), 4)
+    tokens = [torch.tensor(prompt) for prompt in PROMPTS]
+    chains = [torch.ones(len(p), len(p), dtype=torch.bool).tril() for p in PROMPTS]
+    engine.append(cache, tokens, [torch.arange(len(p)) for p in PROMPTS], chains)
+    cache.commit([range(len(prompt)) for prompt in PROMPTS])
+    found = []
+    for number in range(rounds):
+        masks, depths = zip(*trees(), strict=True)
+        nodes = [torch.arange(len(depth)) + 10 + number for depth in depths]
+        out = engine.append(cache, nodes, depths, masks, feature_layers=(1,))
+        found += [out.logits[b, : len(depth)] for b, depth in enumerate(depths)]
+        found += [out.features[b, : len(depth)] for b, depth in enumerate(depths)]
+        cache.commit([[0, 2, 3], [0, 1], [0]])
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_of_trees_equal_the_eager_engines(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float64_throughout(monkeypatch)
+    target = zoo_target(name)
+    expected = logits(EagerEngine(target))
+    found = logits(StaticEngine(target))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_targets_are_sent_to_the_eager_engine(name: str) -> None:
+    target = zoo_target(name)
+    with pytest.raises(ValueError, match="engine='eager'"):
+        plain_generate(target, PROMPTS, max_new_tokens=4, engine=StaticEngine(target))
+    assert plain_generate(target, PROMPTS, max_new_tokens=4).sequences
+
+
+def test_packed_weights_give_the_same_logits() -> None:
+    target = tiny_target(torch.float32)
+    expected = logits(EagerEngine(target))
+    engine = StaticEngine(target, pack=True)
+    found = logits(engine)
+    engine.close()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    after = logits(EagerEngine(target))
+    assert all(torch.equal(one, other) for one, other in zip(expected, after, strict=True))
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=3)])
+def test_a_ragged_batch_decodes_the_same_tokens(sampling: SamplingParams | None) -> None:
+    target = tiny_target(torch.float64)
+    engine, new = StaticEngine(target), [20, 33, 7]
+    plain = plain_generate(target, PROMPTS, max_new_tokens=new, sampling=sampling)
+    again = plain_generate(target, PROMPTS, max_new_tokens=new, sampling=sampling, engine=engine)
+    drafted = speculative_generate(
+        target,
+        NgramProposer(8, 4, 2),
+        PROMPTS,
+        max_new_tokens=new,
+        sampling=sampling,
+        engine=engine,
+    )
+    assert again.sequences == plain.sequences
+    assert drafted.sequences == plain.sequences
+    assert sampling is not None or drafted.num_forwards < again.num_forwards
+
+
+@pytest.mark.slow
+def test_one_compiled_graph_serves_all_widths_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(torch.float64, layers=2)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_(f, backend=counter, **options)
+    )
+    engine = StaticEngine(target, compiled=True)
+    expected = plain_generate(target, PROMPTS[:1], max_new_tokens=400).sequences
+    for depth in (2, 3, 5):
+        found = speculative_generate(
+            target, NgramProposer(8, depth, 2), PROMPTS[:1], max_new_tokens=400, engine=engine
+        )
+        assert found.sequences == expected
+    assert counter.frame_count == 2  # one row, and several
+
+
+def test_layer_skipping_needs_a_cache_of_layers() -> None:
+    target = tiny_target(torch.float64)
+    with pytest.raises(ValueError, match="engine='eager'"):
+        speculative_generate(
+            target,
+            LayerSkipProposer(3, width=1, depth=2),
+            PROMPTS[:1],
+            max_new_tokens=4,
+            engine=StaticEngine(target),
+        )
+
+
+def test_an_engine_of_another_target_is_refused() -> None:
+    target = tiny_target(torch.float64)
+    other: TargetModel = tiny_target(torch.float64, seed=1)
+    with pytest.raises(ValueError, match="another target"):
+        plain_generate(target, PROMPTS[:1], max_new_tokens=4, engine=StaticEngine(other))
+
+
+def test_engines_by_name() -> None:
+    target = tiny_target(torch.float64)
+    assert [build_engine(target, name).name for name in ENGINES] == list(ENGINES)
+    with pytest.raises(ValueError, match="engine must be one of"):
+        build_engine(target, "fast")
+
+
+def test_weights_of_a_kind_without_kernels_are_not_packed() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        StaticEngine(tiny_target(torch.float64), pack=True)

@@ -1,0 +1,71 @@
+"""Packed linear layers compute what the plain ones do, and leave no trace."""
+
+import pytest
+import torch
+from torch import nn
+
+from inference.engines import build_engine
+from inference.generate import plain_generate, speculative_generate
+from inference.proposers import TreeOptions, build_proposer
+from inference.static.packing import PackedLinears, cannot_pack
+from tests.blocks import block_head
+from tests.tiny import tiny_target
+
+needs_kernels = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
+HEADS = [
+    ("eagle3", {"draft_vocab_size": 40}),
+    ("peagle", {"draft_vocab_size": 40}),
+    ("medusa", {"draft_vocab_size": 40, "shared_lm_head": True}),
+    ("mtp", {}),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+def test_one_layout_serves_any_number_of_rows(bias: bool, rows: int) -> None:
+    torch.manual_seed(rows)
+    layer = nn.Linear(48, 80, bias=bias)
+    x = torch.randn(2, rows, 48)
+    with torch.no_grad():
+        expected = layer(x)
+        packed = PackedLinears([nn.Sequential(layer)])
+        assert len(packed) == 1
+        torch.testing.assert_close(layer(x), expected)
+        packed.close()
+        assert torch.equal(layer(x), expected)
+    assert "forward" not in vars(layer)
+
+
+@needs_kernels
+def test_nothing_is_packed_twice() -> None:
+    layer = nn.Linear(4, 4)
+    packed = PackedLinears([layer, nn.Sequential(layer)])
+    assert len(packed) == 1
+    with pytest.raises(ValueError, match="packed already"):
+        PackedLinears([layer])
+    packed.close()
+
+
+def test_why_not() -> None:
+    assert "float64" in str(cannot_pack(torch.zeros(1, dtype=torch.float64)))
+    assert "meta" in str(cannot_pack(torch.zeros(1, device="meta")))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "options"), HEADS)
+def test_heads_draft_the_same_from_packed_layers(family: str, options: dict[str, object]) -> None:
+    target = tiny_target(torch.float32)
+    head = block_head(target, family, dtype=torch.float32, **options)
+    proposer = build_proposer(head, TreeOptions(size=6, depth=3, top_k=2))
+    prompts, new = [[5, 6, 7, 8], [9, 3]], 12
+    expected = speculative_generate(target, proposer, prompts, max_new_tokens=new)
+    engine = build_engine(target, "packed")
+    found = speculative_generate(target, proposer, prompts, max_new_tokens=new, engine=engine)
+    engine.close()
+    assert found.sequences == expected.sequences
+    assert found.stats == expected.stats
+    assert "borrowed_logits" not in vars(head)
+    assert plain_generate(target, prompts, max_new_tokens=new).sequences == expected.sequences
