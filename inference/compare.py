@@ -21,6 +21,7 @@ from transformers.generation import BaseStreamer, GenerationConfig, LogitsProces
 
 from drafters import TargetModel
 from inference.doubt import NEAR_TIE, gap_below_best
+from inference.engine import Engine
 from inference.generate import plain_generate
 from inference.processors import Sampler, fresh, own_processors
 from inference.sampling import Processor, SamplingParams
@@ -130,6 +131,7 @@ def reference_text(
     max_new_tokens: int,
     sampling: SamplingParams,
     kind: str = "plain",
+    engine: Engine | None = None,
 ) -> Reference:
     """Decode without drafts.
 
@@ -140,6 +142,7 @@ def reference_text(
         sampling: its processors are copied where they can be, so that none is used up.
         kind: one of `REFERENCES`; "generate" is transformers' own, greedy only, which is handed
             everything else that `sampling` asks for.
+        engine: decodes for "plain"; None is transformers' own cache.
 
     Raises:
         ValueError: unknown kind, or one that cannot sample as asked.
@@ -148,7 +151,9 @@ def reference_text(
     sampling = fresh(sampling)
     if kind == "generate":
         return _transformers_generate(target, list(prompt), max_new_tokens, sampling)
-    result = plain_generate(target, [prompt], max_new_tokens=max_new_tokens, sampling=sampling)
+    result = plain_generate(
+        target, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, engine=engine
+    )
     return Reference(result.sequences[0], result.seconds["prefill"], result.seconds["total"])
 
 

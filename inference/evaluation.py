@@ -29,6 +29,7 @@ from inference.compare import (
     reference_text,
 )
 from inference.confidence import JudgedDrafts
+from inference.engine import Engine
 from inference.generate import Round, speculative_generate
 from inference.processors import fresh
 from inference.proposers.base import Proposer
@@ -175,6 +176,7 @@ def measure(
     compare: str | None = "plain",
     batch_size: int = 1,
     progress: bool = False,
+    engine: Engine | None = None,
 ) -> Report:
     """Decode every prompt speculatively, and by a reference to compare with.
 
@@ -189,12 +191,13 @@ def measure(
         compare: "plain", "generate" (greedy only), or None for no reference.
         batch_size: B, prompts of one category decoded together.
         progress: show a progress bar on a terminal.
+        engine: runs the target, for "plain" references too; None is "eager".
 
     Raises:
         ValueError: no prompt is left, or an argument is out of range.
     """
     run = _Measurement(
-        target, proposer, max_new_tokens, sampling or SamplingParams(), rule, compare
+        target, proposer, max_new_tokens, sampling or SamplingParams(), rule, compare, engine
     )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -229,6 +232,7 @@ class _Measurement:
     sampling: SamplingParams
     rule: str
     compare: str | None
+    engine: Engine | None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -257,6 +261,7 @@ class _Measurement:
             max_new_tokens=self.max_new_tokens,
             sampling=[fresh(self.sampling) for _ in prompts],
             rule=self.rule,
+            engine=self.engine,
             on_round=lambda done: rounds[done.row].append(done),
         )
         seconds = {name: value / len(prompts) for name, value in result.seconds.items()}
@@ -289,7 +294,7 @@ class _Measurement:
         if self.compare is None:
             return None
         return reference_text(
-            self.target, prompt.ids, self.max_new_tokens, self.sampling, self.compare
+            self.target, prompt.ids, self.max_new_tokens, self.sampling, self.compare, self.engine
         )
 
 

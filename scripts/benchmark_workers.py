@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from drafters import TargetModel
+from inference.engine import Engine
+from inference.engine import Engine
 from inference.engines import DeviceEngine, build_engine
 from inference.generate import Generation, Round, plain_generate, speculative_generate
 from inference.proposers import Proposer, TreeOptions
@@ -53,10 +55,10 @@ class Ours:
 
     def __init__(self, target: TargetModel, found: Contender, name: str) -> None:
         self.target, self.found = target, found
-        self._make = proposer_maker(target, found, name)
-        self._proposer: Proposer | None = None
         engine = found.settings.get("engine")
         self._engine = None if engine is None else build_engine(target, engine)
+        self._make = proposer_maker(target, found, name, self._engine)
+        self._proposer: Proposer | None = None
 
     def warm_up(self, prompts: list[list[int]], longest: int, new_tokens: int) -> None:
         """Decode once, with drafts that remember nothing of earlier measurements."""
@@ -140,7 +142,7 @@ def parts_of(seconds: dict[str, float], decoding: float) -> dict[str, float]:
 
 
 def proposer_maker(
-    target: TargetModel, found: Contender, name: str
+    target: TargetModel, found: Contender, name: str, engine: Engine | None = None
 ) -> Callable[[], Proposer] | None:
     """Makes the drafts' source anew; None for decoding without.
 
@@ -148,6 +150,7 @@ def proposer_maker(
         target: the model.
         found: one of ours.
         name: folder or hub id of the target.
+        engine: that will decode; None is the eager one.
 
     Raises:
         ValueError: settings that say nothing or contradict each other.
@@ -164,7 +167,7 @@ def proposer_maker(
         parser.parse_args(words)
     except argparse.ArgumentError as error:
         raise ValueError(f"{found.name}: {error}") from error
-    return lambda: load_proposer(parser.parse_args(words), target)
+    return lambda: load_proposer(parser.parse_args(words), target, engine)
 
 
 def _as_theirs(target: TargetModel, found: Contender, name: str) -> Callable[[], Proposer]:

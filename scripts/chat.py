@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
+from inference.engines import build_engine
 from inference.generate import Round, speculative_generate
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
@@ -52,9 +53,17 @@ def main(argv: list[str] | None = None) -> int:
     sampling = sampling_params(args)
     target = load_target(args, args.chat_template)
     check_chat_template(target.tokenizer)
-    proposer = load_proposer(args, target)
+    engine = build_engine(target, args.engine)
+    proposer = load_proposer(args, target, engine)
     chat = Chat(
-        target, proposer, sampling, args.rule, args.max_new_tokens, args.trace, use_colour()
+        target,
+        proposer,
+        sampling,
+        args.rule,
+        args.max_new_tokens,
+        args.trace,
+        use_colour(),
+        engine=engine,
     )
     if args.prompt is not None:
         finished = chat.answer(args.prompt)
@@ -66,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    add_options(parser, *MODEL_OPTIONS, "--max-new-tokens", max_new_tokens=512)
+    add_options(parser, *MODEL_OPTIONS, "--engine", "--max-new-tokens", max_new_tokens=512)
     add_options(parser, *SAMPLING_OPTIONS, "--rule", "--chat-template")
     add_drafting_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
@@ -239,6 +248,7 @@ class Chat:
         colour: colour them.
         write: takes the output.
         messages: said so far.
+        engine: runs the target; None is "eager".
     """
 
     target: TargetModel
@@ -250,6 +260,7 @@ class Chat:
     colour: bool
     write: Write = _write
     messages: list[Message] = field(default_factory=list)
+    engine: Engine | None = None
 
     def answer(self, text: str) -> bool:
         """Answer one message; Ctrl-C keeps what was said so far.
@@ -288,6 +299,7 @@ class Chat:
                 max_new_tokens=max_new_tokens,
                 sampling=self.sampling,
                 rule=self.rule,
+                engine=self.engine,
                 on_round=printer.round,
                 on_token=printer.tokens,
             )

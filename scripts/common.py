@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
+from inference.engines import ENGINES
 from inference.evaluation import Prompt
 from inference.sampling import SamplingParams
 from inference.verify import ALL_RULES
@@ -60,6 +61,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "of the weights",
     },
     "--device": {"default": "auto", "metavar": "NAME", "help": "auto takes a GPU if there is one"},
+    "--engine": {
+        "choices": ENGINES,
+        "default": "eager",
+        "help": "what runs the target: eager, packed (fused attention, packed weights on a CPU), "
+        "compiled (also compiled, a minute at first use), device (whole rounds there)",
+    },
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: torch's choice)"},
     "--chat-template": {
         "type": Path,

@@ -18,7 +18,9 @@ from typing import Any
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
+from inference.auto import CONTEXTS, auto_proposer, measured_costs
 from inference.confidence import label_note
+from inference.engine import EagerEngine, Engine
 from inference.proposers import HeadProposer, Proposer, TreeOptions, build_proposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
@@ -47,6 +49,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "layer-skip": {"depth": 3, "branch": 1, "draws": "all", "draft_temperature": None},
 }
 """The options of each kind, with their defaults; all others have no effect on it."""
+
+AUTO_COPIES: dict[str, int] = {"size": 16, "depth": 15, "branch": 1}
+"""Of the copied drafts beside others under `--size auto`."""
 
 NAMED = {"head": "head", "draft-model": "draft_model"}
 """Kinds that need a model's name, and the option that gives it."""
@@ -88,10 +93,18 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--size",
-        type=int,
-        metavar="N",
+        type=_size,
+        metavar="N|auto",
         help="nodes per tree, root included (default: 32, or the tree that a head brings along); "
-        "with --with-ngram half of them are copied",
+        "with --with-ngram half of them are copied; auto decides in every round what to draft, "
+        "nothing included, and whether to copy instead",
+    )
+    add(
+        "--costs",
+        type=Path,
+        metavar="PATH",
+        help="--size auto: file with what rounds cost here, measured if it is not there or not of "
+        "this machine (default: costs.json in the head's folder)",
     )
     add(
         "--depth",
@@ -145,15 +158,26 @@ def _add_law_options(add: Any) -> None:
     )
 
 
-def load_proposer(args: argparse.Namespace, target: TargetModel) -> Proposer:
+def load_proposer(
+    args: argparse.Namespace, target: TargetModel, engine: Engine | None = None
+) -> Proposer:
     """The proposer that the options ask for.
 
     Options that were not given get their values in `args`, so that what is recorded is what was
     used; None stays where an option does not apply.
 
+    Args:
+        args: of a parser with `add_drafting_options`.
+        target: that will verify.
+        engine: that will decode, which `--size auto` measures; None is the eager one.
+
     Raises:
         ValueError: an option is missing, or has no effect.
     """
+    if args.size == "auto":
+        return _load_auto(args, target, engine or EagerEngine(target))
+    if args.costs is not None:
+        raise ValueError("--costs has an effect with --size auto only: drop it")
     kind = args.proposer or "head"
     _check_names(args, kind)
     defaults = dict(DEFAULTS[kind])
@@ -340,6 +364,49 @@ def _check_laws(args: argparse.Namespace) -> None:
         raise ValueError("--sharpness has an effect with --rule coupled at a --temperature only")
     if args.draft_temperature is not None and not sampled:
         raise ValueError("--draft-temperature has no effect at temperature 0: drop it")
+
+
+def _load_auto(args: argparse.Namespace, target: TargetModel, engine: Engine) -> Proposer:
+    """What `--size auto` decides among: the drafts that the other options ask for, copied ones and
+    none.
+    """
+    if args.proposer == "layer-skip" or args.tree not in (None, "grown"):
+        raise ValueError(
+            "--size auto grows trees of any size: it goes with trained heads, ngram, suffix and "
+            "draft models, and not with --tree"
+        )
+    if args.with_ngram:
+        raise ValueError(
+            "--with-ngram has no effect with --size auto, which copies anyway: drop it"
+        )
+    kind = args.proposer or "head"
+    alone = argparse.Namespace(**{**vars(args), "size": None, "costs": None})
+    if kind == "head":
+        alone.tree = "grown"
+    arms = {kind: load_proposer(alone, target)}
+    if kind not in ("ngram", "suffix"):
+        arms["ngram"] = NgramProposer(**AUTO_COPIES)
+    vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
+    path = args.costs
+    if path is None and args.head is not None and Path(args.head).is_dir():
+        path = Path(args.head)
+    costs = measured_costs(
+        engine,
+        arms,
+        path,
+        contexts=[context for context in CONTEXTS if context + 65 < target.max_length] or [16],
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    return auto_proposer(engine, arms, costs)
+
+
+def _size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a number of nodes or auto, not {text!r}") from None
 
 
 def _layers(text: str) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from inference.compare import REFERENCES
+from inference.engines import build_engine
 from inference.evaluation import Report, measure
 from scripts.common import (
     SAMPLING_OPTIONS,
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     sampling = sampling_params(args)
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
-    proposer = load_proposer(args, target)
+    engine = build_engine(target, args.engine)
+    proposer = load_proposer(args, target, engine)
     report = measure(
         target,
         proposer,
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         compare=args.reference,
         batch_size=args.batch_size,
         progress=True,
+        engine=engine,
     )
     result = {**report.to_dict(), "settings": settings(args)}
     print_report(result)
@@ -71,7 +74,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_drafting_options(parser)
     add_options(parser, "--target", "--prompts", "--limit", "--max-new-tokens")
     add_options(parser, *SAMPLING_OPTIONS, "--rule", "--batch-size")
-    add_options(parser, "--dtype", "--device", "--threads", "--chat-template", "--out")
+    add_options(parser, "--engine", "--dtype", "--device", "--threads", "--chat-template", "--out")
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument(
         "--reference",
