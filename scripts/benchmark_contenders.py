@@ -50,6 +50,7 @@ OWN = (
     "draft-layers",
     "min-confidence",
     "with-ngram",
+    "costs",
 )
 """Drafting options that have an effect on greedy text."""
 

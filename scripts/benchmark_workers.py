@@ -14,7 +14,6 @@ import torch
 
 from drafters import TargetModel
 from inference.engine import Engine
-from inference.engine import Engine
 from inference.engines import DeviceEngine, build_engine
 from inference.generate import Generation, Round, plain_generate, speculative_generate
 from inference.proposers import Proposer, TreeOptions

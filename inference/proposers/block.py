@@ -62,7 +62,8 @@ class BlockProposer(HeadProposer):
 
     def grow(self, row: int, state: RowState) -> TokenTree:
         """A tree of the best paths over K laws."""
-        logits, acceptance = self._laws(row, state)
+        depth = max(min(self.options.longest, state.max_depth), 1)
+        logits, acceptance = self._laws(row, state, depth)
         config, vocab = self.drafter.config, self.drafter.draft_vocab
         return grow_marginals(
             self.options, state, self._rule, logits, acceptance, config.vocab_size, vocab
@@ -71,14 +72,16 @@ class BlockProposer(HeadProposer):
     @torch.no_grad()
     def forced(self, state: RowState, tokens: list[int]) -> list[Tensor]:
         """The K laws; they do not depend on ``tokens``."""
-        return list(self._laws(0, state)[0][: len(tokens) + 1])
+        return list(self._laws(0, state, len(tokens) + 1)[0])
 
-    def _laws(self, row: int, state: RowState) -> tuple[Tensor, Tensor | None]:
-        """Logits (K, Vd), and chances of acceptance (K,) where the head has them."""
+    def _laws(self, row: int, state: RowState, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Logits (k, Vd) of the first ``depth`` rows, as far as there are so many, and chances of
+        acceptance (k,) where the head has them.
+        """
         drafter = self.drafter
         with self._timer.phase("draft"):
-            rows = self.run(self._caches[row], state)
-            logits = torch.stack([drafter.logits(r, depth) for depth, r in enumerate(rows)])
+            rows = self.run(self._caches[row], state)[:depth]
+            logits = drafter.logits(rows)  # at once: the output matrix is read once
             chances = [drafter.acceptance(r, depth) for depth, r in enumerate(rows)]
         known = [chance for chance in chances if chance is not None]
         return logits, torch.stack(known) if known else None

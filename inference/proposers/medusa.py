@@ -66,7 +66,10 @@ class MedusaProposer(HeadProposer):
         with self._timer.phase("draft"):
             dtype = next(drafter.blocks.parameters()).dtype
             rows = drafter(state.hidden[-1].to(dtype))  # (K, D)
-            logits = torch.stack([drafter.logits(rows[head], head) for head in heads])
+            if drafter.lm_heads is None:
+                logits = drafter.logits(rows, 0)  # at once: the output matrix is read once
+            else:
+                logits = torch.stack([drafter.logits(rows[head], head) for head in heads])
             chances = [drafter.acceptance(rows[head], head) for head in heads]
         kept = [chance for chance in chances if chance is not None]
         return logits, torch.stack(kept) if kept else None

@@ -21,6 +21,7 @@ from inference.proposers.laws import draft_law, proposal_kind
 from inference.static.accept import EOS, LENGTH, STATIC_RULES, check_ended
 from inference.static.draft_build import build_static_drafter
 from inference.static.engine import StaticEngine
+from inference.static.graphs import CudaCapture
 from inference.static.growth import DraftLaw
 from inference.static.laws import warpers_of
 from inference.static.noise import seed_words
@@ -105,7 +106,17 @@ class DeviceEngine(StaticEngine):
         if options.shape is not None:
             children = max(map(len, options.shape.children))
         how = Rule(rule, warpers_of(params, device), children, vocab)
-        return Rounds(self, cache, drafter, state, how, capture=device.type == "cuda")
+        return Rounds(self, cache, drafter, state, how, self._capture())
+
+    def _capture(self) -> CudaCapture | None:
+        """Of one batch's rounds; their graphs share no memory with another batch's."""
+        if self.shape.device.type != "cuda":
+            return None
+        return CudaCapture(
+            self.shape.device,
+            f"engine 'device': a round on target {self.target.name!r}",
+            "decode with engine='packed'",
+        )
 
 
 def check_device(proposer: Proposer, texts: Sequence[Text], rule: str) -> HeadProposer:

@@ -195,7 +195,7 @@ def draft_attention(
         (B, H, n, dv).
     """
     write_rows(keys, values, k, v, lengths, pending)
-    return tree_attention(
+    out = tree_attention(
         q,
         keys,
         values,
@@ -206,6 +206,7 @@ def draft_attention(
         depths=depths,
         window=window,
     )
+    return out.contiguous()  # as the compiler is told; Triton's is a view
 
 
 def _shape_only(keys: Tensor, values: Tensor, q: Tensor, *rest: Any) -> Tensor:

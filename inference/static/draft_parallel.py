@@ -66,6 +66,8 @@ class MedusaDraft(ParallelDraft):
 
     def logits(self, rows: Tensor) -> Tensor:
         """Each row's own head."""
+        if self.drafter.lm_heads is None:
+            return self.drafter.logits(rows, 0)
         heads = range(rows.shape[1])
         return torch.stack([self.drafter.logits(rows[:, head], head) for head in heads], dim=1)
 

@@ -6,6 +6,9 @@
   are closed operators to it, so neither the number of rows nor the length of the text is built into
   what it makes: one row and several rows are two graphs, and a batch two more.
 
+On CUDA the rows of trees run as CUDA graphs (`inference.static.graphs`); prompts, and everything on
+a CPU, with a bias that the host makes.
+
 Letters: B sequences, F new rows of each (padded to the most), m rows pending, C columns in use.
 """
 
@@ -21,10 +24,14 @@ from torch import Tensor
 
 from drafters import Drafter, TargetModel, TargetOutput
 from inference.attention import narrow, row_mask
+from inference.cache import BLOCK
 from inference.engine import Engine
 from inference.static.attention import NAME, TreeRows
 from inference.static.cache import PassingCache, StaticCache, kv_shape
+from inference.static.graphs import WARM_UPS, CudaCapture, Graphs
+from inference.static.inputs import row_inputs
 from inference.static.packing import PackedLinears, best_rows, cannot_pack
+from inference.static.words import MOST_ROWS
 
 
 class StaticEngine(Engine):
@@ -34,17 +41,24 @@ class StaticEngine(Engine):
         target: whose weights do not change while the engine is open.
         compiled: fuse what is between attention and linear layers.
         pack: lay the weights of linear layers out for oneDNN; None: where that is possible.
+        graphs: capture forwards of trees in CUDA graphs; None: on CUDA.
 
     Attributes:
         least_rows: a forward of fewer rows is filled up to so many, where that is faster.
-        warm_up_seconds: spent in first forwards of a kind, compilation included.
+        graphs: the captured forwards; None runs all of them operation by operation.
+        warm_up_seconds: spent in first forwards of a kind, compilation and captures included.
 
     Raises:
-        ValueError: a target whose layers differ in shape, or ``pack`` where it is not possible.
+        ValueError: a target whose layers differ in shape, or ``pack`` or ``graphs`` where it is
+            not possible.
     """
 
     def __init__(
-        self, target: TargetModel, compiled: bool = False, pack: bool | None = None
+        self,
+        target: TargetModel,
+        compiled: bool = False,
+        pack: bool | None = None,
+        graphs: bool | None = None,
     ) -> None:
         super().__init__(target)
         self.name = "compiled" if compiled else "packed"
@@ -63,6 +77,25 @@ class StaticEngine(Engine):
             self._run = torch.compile(self._forward, fullgraph=True, dynamic=True)
         self._warm: set[tuple[Any, ...]] = set()
         self.warm_up_seconds = 0.0
+        self.graphs = self._new_graphs(graphs)
+
+    def _new_graphs(self, wanted: bool | None) -> Graphs | None:
+        device = self.shape.device
+        if device.type != "cuda":
+            if wanted:
+                raise ValueError(
+                    f"graphs: CUDA graphs need a target on a CUDA device, not on {device.type}"
+                )
+            return None
+        if wanted is False:
+            return None
+        capture = CudaCapture(
+            device,
+            f"graphs: the forward of target {self.target.name!r}",
+            "give graphs=False to the engine, or decode with engine='eager'",
+            WARM_UPS,
+        )
+        return Graphs(self.run, capture)
 
     def prepare(self, drafter: Drafter) -> None:
         """Pack a head's linear layers too, where the target's are packed.
@@ -77,7 +110,9 @@ class StaticEngine(Engine):
         self._heads.append((drafter, packed))
 
     def close(self) -> None:
-        """Unpack all linear layers."""
+        """Unpack all linear layers, and free what graphs hold."""
+        if self.graphs is not None:
+            self.graphs.clear()
         for _, packed in self._heads:
             packed.close()
         self._heads.clear()
@@ -86,7 +121,13 @@ class StaticEngine(Engine):
             self._packed = None
 
     def new_cache(self, batch_size: int, capacity: int) -> StaticCache:
-        """One tensor for all layers."""
+        """One tensor for all layers.
+
+        With graphs it has room for padding, and sizes are rounded: where the next text's cache
+        comes to lie where this one's was, its graphs still fit.
+        """
+        if self.graphs is not None:
+            capacity = -(-(capacity + MOST_ROWS) // BLOCK) * BLOCK
         return StaticCache(self.shape, batch_size, capacity)
 
     def append(
@@ -104,14 +145,25 @@ class StaticEngine(Engine):
         """As the interface says; only whole forwards."""
         if run_layers is not None or entering is not None:
             raise ValueError(f"engine {self.name!r} runs whole forwards: use engine='eager'")
+        # Prompts, of which the last logits are asked for, take their time in matrix products.
+        tree = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if tree and self.graphs is not None and self.graphs.serves(cache, max(map(len, tokens))):
+            return self._replayed(self.graphs, cache, tokens, depths, seen, feature_layers)
         ids, positions = self.inputs(cache, tokens, depths)
         rows = self.rows(cache, depths, seen, ids.shape[1])
         cache.pending += ids.shape[1]
         layers = tuple(feature_layers)
-        # Prompts, of which the last logits are asked for, take their time in matrix products.
-        run = self._run if isinstance(logits_to_keep, int) and not logits_to_keep else self._forward
+        run = self._run if tree else self._forward
         with self._timed(ids, layers, run), tree_attention_of(self.target):
             return run(ids, positions, rows, layers, logits_to_keep)
+
+    def _replayed(self, graphs: Graphs, *rows: Any) -> TargetOutput:
+        """A forward by graphs; the arguments are theirs."""
+        before = graphs.seconds
+        try:
+            return graphs.append(*rows)
+        finally:
+            self.warm_up_seconds += graphs.seconds - before
 
     def run(
         self, ids: Tensor, positions: Tensor, rows: TreeRows, feature_layers: Sequence[int] = ()
@@ -129,23 +181,21 @@ class StaticEngine(Engine):
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Compile nothing meanwhile."""
-        own, self._run = self._run, self._forward
+        """Compile and capture nothing meanwhile."""
+        own, graphs = self._run, self.graphs
+        self._run = self._forward
+        self.graphs = None if graphs is None else graphs.eager()
         try:
             yield
         finally:
-            self._run = own
+            self._run, self.graphs = own, graphs
 
     def inputs(
         self, cache: StaticCache, tokens: Sequence[Tensor], depths: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Token ids and positions (B, F) of the new rows; arguments as in `append`."""
         width = max(*map(len, tokens), self.least_rows)
-        ids = torch.zeros(len(tokens), width, dtype=torch.int64)
-        positions = torch.zeros_like(ids)
-        for row, (some, depth) in enumerate(zip(tokens, depths, strict=True)):
-            ids[row, : len(some)] = some
-            positions[row, : len(some)] = cache.lengths[row] + depth[len(depth) - len(some) :]
+        ids, positions = row_inputs(cache.lengths, tokens, depths, width)
         return ids.to(self.shape.device), positions.to(self.shape.device)
 
     def rows(

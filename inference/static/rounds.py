@@ -2,7 +2,8 @@
 
 The state of all sequences lies in buffers that never move, and a round is a function of them that
 reads nothing on the host and has the same shapes every time. On CUDA it is therefore captured in
-one graph, after two rounds that ran eagerly and made everything that is made at first use.
+one graph, after two rounds that ran eagerly and made everything that is made at first use. What the
+host is told arrives in one pinned buffer, and waiting for it is the only time that it waits.
 `inference.decoding` is the readable twin, and serves what cannot be a tensor.
 
 Sequences that have ended stay in the batch: they draft and verify along and change nothing.
@@ -13,8 +14,10 @@ heads, S columns, F·W captured features, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from inference.static.attention import TreeRows
 from inference.static.cache import StaticCache
 from inference.static.draft_base import Committed, StaticDrafter, take
 from inference.static.engine import StaticEngine
+from inference.static.graphs import Capture
 from inference.static.laws import Warpers
 from inference.static.tree import DraftTree
 from inference.static.words import WORD, tree_words
@@ -80,6 +84,24 @@ class RoundState:
         return cls(*(torch.zeros(n, dtype=torch.int64, device=device) for n in sizes))
 
 
+class Verified(NamedTuple):
+    """Trees and what the target says about them.
+
+    Attributes:
+        tree: drafted.
+        depths: (B, N) of its nodes.
+        logits: (B, N, V).
+        hidden: (B, N, D) last hidden states.
+        features: (B, N, F·W), or None if the head reads none.
+    """
+
+    tree: DraftTree
+    depths: Tensor
+    logits: Tensor
+    hidden: Tensor
+    features: Tensor | None
+
+
 class Rounds:
     """Rounds of a batch.
 
@@ -89,8 +111,8 @@ class Rounds:
         drafter: grows the trees; its law and limits are buffers of ``state``.
         state: of the batch.
         rule: of acceptance.
-        capture: put the round into a CUDA graph; no effect is possible elsewhere, so it must be
-            False there.
+        capture: makes rounds repeatable (`inference.static.graphs`) once `EAGER_ROUNDS` have run;
+            None runs all of them operation by operation.
     """
 
     def __init__(
@@ -100,15 +122,13 @@ class Rounds:
         drafter: StaticDrafter,
         state: RoundState,
         rule: Rule,
-        capture: bool,
+        capture: Capture | None = None,
     ) -> None:
-        if capture and engine.shape.device.type != "cuda":
-            raise ValueError("capture: CUDA graphs need a target on a CUDA device")
         self.engine, self.cache, self.drafter = engine, cache, drafter
         self.state, self.rule, self.capture = state, rule, capture
         self.committed: Committed | None = None
-        self._report: Tensor | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], Tensor] | None = None
+        self._host: Tensor | None = None
         self._done = 0
 
     @property
@@ -159,31 +179,48 @@ class Rounds:
             Per sequence: accepted drafts, how the text stands, depth and draft tokens of the tree,
             and D + 1 emitted tokens with -1 behind them.
         """
-        if self.capture and self._graph is None and self._done == EAGER_ROUNDS:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._report = self._round()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._report = self._round()
+        if self.capture is not None and self._replay is None and self._done == EAGER_ROUNDS:
+            start = time.perf_counter()
+            self._replay = self.capture(self._round)
+            self.engine.warm_up_seconds += time.perf_counter() - start
+        told = self._round() if self._replay is None else self._replay()
         self._done += 1
-        assert self._report is not None
-        return self._report.tolist()
+        return self._on_host(told).tolist()
+
+    def _on_host(self, told: Tensor) -> Tensor:
+        """What the host is told, once the device has come so far."""
+        if told.device.type != "cuda":
+            return told
+        if self._host is None:
+            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        self._host.copy_(told, non_blocking=True)
+        torch.cuda.current_stream(told.device).synchronize()
+        return self._host
 
     def _round(self) -> Tensor:
         """Read the buffers, write them, and (B, D + 5) what the host is told."""
+        return self.settle(self.verify(self.draft()))
+
+    def draft(self) -> DraftTree:
+        """The first part of a round: trees of what was committed last."""
         assert self.committed is not None
-        state, rule = self.state, self.rule
-        state.max_depth.copy_(state.remaining - 1)
-        tree = self.drafter.draft(self.committed)
+        self.state.max_depth.copy_(self.state.remaining - 1)
+        return self.drafter.draft(self.committed)
+
+    def verify(self, tree: DraftTree) -> Verified:
+        """The second part: the target's forward."""
         words, depths = tree_words(tree.parents, self.depth)
-        rows = target_rows(self.cache, state.lengths, words, depths)
-        layers = self.drafter.feature_layers
-        out = self.engine.run(tree.tokens, state.lengths[:, None] + depths, rows, layers)
+        rows = target_rows(self.cache, self.state.lengths, words, depths)
+        positions = self.state.lengths[:, None] + depths
+        out = self.engine.run(tree.tokens, positions, rows, self.drafter.feature_layers)
+        return Verified(tree, depths, out.logits, out.last_hidden, out.features)
+
+    def settle(self, verified: Verified) -> Tensor:
+        """The last part: accept, commit, and (B, D + 5) what the host is told."""
+        state, rule = self.state, self.rule
         found = accept(
-            tree,
-            out.logits,
+            verified.tree,
+            verified.logits,
             rule.warpers,
             Noise(state.seeds, state.lengths),
             Ends(state.ends, state.remaining),
@@ -193,10 +230,11 @@ class Rounds:
             draft_vocab=rule.vocab,
         )
         move_paths(self.cache.kv, state.lengths, found.path)
-        features = None if out.features is None else take(out.features, found.path)
-        self._keep(self._committed(found, take(out.last_hidden, found.path), features))
+        features = verified.features
+        features = None if features is None else take(features, found.path)
+        self._keep(self._committed(found, take(verified.hidden, found.path), features))
         self._advance(found)
-        return report(tree, depths, found)
+        return report(verified.tree, verified.depths, found)
 
     def _committed(self, found: Acceptance, hidden: Tensor, features: Tensor | None) -> Committed:
         """The accepted path of each sequence that goes on."""

@@ -180,7 +180,7 @@ def test_drafts_are_what_was_asked_for(folder: Path) -> None:
     same = made("ours:as-prompt-lookup:length=5:match=3")
     assert (same.size, same.depth, same.branch, same.max_ngram) == (6, 5, 1, 3)
     assert isinstance(made(f"ours:{folder / 'head'}:chain:4"), HeadProposer)
-    with pytest.raises(ValueError, match=r"ours:ngram:size=few: .*invalid int value"):
+    with pytest.raises(ValueError, match=r"ours:ngram:size=few: argument --size: "):
         made("ours:ngram:size=few")
     with pytest.raises(ValueError, match="as-early-exit:first=3: length=K is needed"):
         made("ours:as-early-exit:first=3")
