@@ -51,12 +51,16 @@ class Calibration:
     def verify(self, width: int, context: int, batch: int) -> float:
         """Seconds of a forward of N rows behind P tokens, in B sequences."""
         cache = self._cache(context, batch)
-        nodes = torch.arange(width)
+        nodes, vocab = torch.arange(width), self.engine.target.vocab_size
         seen = torch.ones(width, width, dtype=torch.bool).tril()
         layers = self.feature_layers
         seconds = self._seconds(
             lambda: self.engine.append(
-                cache, [nodes] * batch, [nodes] * batch, [seen] * batch, feature_layers=layers
+                cache,
+                [nodes % vocab] * batch,
+                [nodes] * batch,
+                [seen] * batch,
+                feature_layers=layers,
             )
         )
         cache.revert()
@@ -91,7 +95,7 @@ class Calibration:
             else:
                 target = self.engine.target
                 for part in stretches(target, context):
-                    text = list(range(context))[part]
+                    text = [number % target.vocab_size for number in range(context)][part]
                     append_text(target, cache, [text] * batch, (), self.engine.append)
             self._caches[context, batch] = cache
         return self._caches[context, batch]
@@ -102,7 +106,7 @@ class _Drafting:
 
     def __init__(self, engine: Engine, proposer: Proposer, batch: int) -> None:
         self.target, self.proposer, self.batch = engine.target, proposer, batch
-        self.tokens = list(range(64))
+        self.tokens = [number % engine.target.vocab_size for number in range(64)]
         self.new = len(self.tokens) - 1
         self.depth = 1
         timer = PhaseTimer()

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafters import TargetModel
+from inference.append import append_prompts
+from inference.cache import BLOCK
 from inference.copies import apart
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.engine import EagerEngine, Engine
@@ -26,7 +28,6 @@ from inference.lossy import LossyWarning
 from inference.processors import Sampler, check_processors
 from inference.proposers.base import Proposer
 from inference.proposers.heads import HeadProposer
-from inference.proposers.none import NoDrafts
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine, device_generate
 from inference.stats import AcceptanceStats
@@ -262,17 +263,30 @@ def _on_device(
 
 
 def _without_drafts(engine: Engine, texts: list[Text]) -> Generation:
-    """Plain decoding by an engine."""
-    timer = PhaseTimer(engine.target.device)
-    loop = Decoding(engine, NoDrafts(), texts, "match", timer)
+    """Plain decoding by an engine; no part of it is shared with verification."""
     check_tree_support(engine)
+    timer, forwards = PhaseTimer(engine.target.device), 0
+    longest, limit = max(len(text.tokens) for text in texts), max(text.limit for text in texts)
+    cache = engine.new_cache(len(texts), longest + min(limit - longest, 4 * BLOCK) + 64)
     with timer.phase("prefill"):
-        loop.prefill()
-    start = time.perf_counter()
-    while loop.running:
-        loop.round()
+        prompts = [list(text.tokens) for text in texts]
+        outputs = append_prompts(engine.target, cache, prompts, (), engine.append)
+        for text, out in zip(texts, outputs, strict=True):
+            text.draw_first(out.logits[0])
+    start, live = time.perf_counter(), list(range(len(texts)))
+    root, itself = torch.zeros(1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    while running := [place for place, row in enumerate(live) if texts[row].running]:
+        cache.select(running)
+        live = [live[place] for place in running]
+        count, tokens = len(live), [torch.tensor(texts[row].tokens[-1:]) for row in live]
+        with timer.phase("target"):
+            out = engine.append(cache, tokens, [root] * count, [itself] * count)
+        cache.commit([[0]] * count)
+        forwards += 1
+        for place, row in enumerate(live):
+            texts[row].draw_first(out.logits[place, 0])
     seconds = {**timer.seconds, "total": time.perf_counter() - start}
-    return _generation(texts, AcceptanceStats(), seconds, loop.forwards, [])
+    return _generation(texts, AcceptanceStats(), seconds, forwards, [])
 
 
 def _check_drafts(proposer: Proposer, rule: str) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
-from inference.engines import build_engine
+from inference.engine import Engine
 from inference.generate import Round, speculative_generate
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
@@ -32,6 +32,7 @@ from scripts.common import (
     add_options,
     check_chat_template,
     load_target,
+    open_engine,
     parser_for,
     run,
     sampling_params,
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     sampling = sampling_params(args)
     target = load_target(args, args.chat_template)
     check_chat_template(target.tokenizer)
-    engine = build_engine(target, args.engine)
+    engine = open_engine(args, target)
     proposer = load_proposer(args, target, engine)
     chat = Chat(
         target,

@@ -20,9 +20,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
-from inference.engines import ENGINES
+from inference.engine import Engine
+from inference.engines import ENGINES, build_engine
 from inference.evaluation import Prompt
 from inference.sampling import SamplingParams
+from inference.threads import thread_counts, thread_seconds
 from inference.verify import ALL_RULES
 from training.chat import encode_prompt
 from training.conversations import prompt_messages
@@ -67,7 +69,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "what runs the target: eager, packed (fused attention, packed weights on a CPU), "
         "compiled (also compiled, a minute at first use), device (whole rounds there)",
     },
-    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: torch's choice)"},
+    "--threads": {
+        "type": int,
+        "metavar": "N",
+        "help": "CPU threads (default: torch's choice; with --engine packed or compiled measured)",
+    },
     "--chat-template": {
         "type": Path,
         "metavar": "FILE",
@@ -177,6 +183,28 @@ def load_target(args: argparse.Namespace, chat_template: Path | None = None) -> 
     if text is not None:
         target.tokenizer.chat_template = text
     return target
+
+
+def open_engine(args: argparse.Namespace, target: TargetModel) -> Engine | None:
+    """The engine of `--engine`; on a CPU, with the number of threads that it is fastest with.
+
+    What was chosen is printed. `--threads` and the eager engine leave torch's setting alone.
+
+    Returns:
+        None for "eager", so that plain references are decoded without any cache of this project.
+    """
+    if args.engine == "eager":
+        return None
+    engine = build_engine(target, args.engine)
+    if target.device.type != "cpu" or args.threads is not None:
+        return engine
+    counts = thread_counts(torch.get_num_threads())
+    seconds = thread_seconds(engine, counts)
+    best = counts[seconds.index(min(seconds))]
+    torch.set_num_threads(best)
+    timings = ", ".join(f"{n}: {1e3 * s:.0f} ms" for n, s in zip(counts, seconds, strict=True))
+    print(f"{best} threads (a step of 1 row and one of 8: {timings})", file=sys.stderr)
+    return engine
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

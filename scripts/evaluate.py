@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from inference.compare import REFERENCES
-from inference.engines import build_engine
 from inference.evaluation import Report, measure
 from scripts.common import (
     SAMPLING_OPTIONS,
@@ -25,6 +24,7 @@ from scripts.common import (
     encode_prompts,
     load_prompts,
     load_target,
+    open_engine,
     parser_for,
     print_json,
     run,
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     sampling = sampling_params(args)
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
-    engine = build_engine(target, args.engine)
+    engine = open_engine(args, target)
     proposer = load_proposer(args, target, engine)
     report = measure(
         target,

@@ -3,6 +3,7 @@
 Everything but the capture itself runs here: functions are called where graphs would be replayed.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from inference.static import graphs as graphs_module
 from inference.static.engine import StaticEngine
 from inference.static.graphs import BUCKETS, CudaCapture, Form, Graphs, called_each_time, padded
 from tests.inference.static.test_engine import KINDS, PROMPTS, trees
+from tests.inference.static.valueless import Mover
 from tests.tiny import tiny_target
 from tests.zoo import float64_throughout, zoo_target
 
@@ -90,6 +92,34 @@ def test_outputs_are_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(found) == len(expected)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+HOST_READS = ("gpt_oss", "mixtral", "qwen3_moe")
+"""Their "eager" experts, which alone know float64, look which of them are needed."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_forwards_read_nothing_on_the_host(name: str) -> None:
+    """On tensors without values, in the way they go on CUDA."""
+    engine, _ = graphed(zoo_target(name))
+    cache, rows = engine.new_cache(2, 16), [torch.arange(3), torch.arange(2)]
+    seen = [torch.ones(len(row), len(row), dtype=torch.bool).tril() for row in rows]
+    assert engine.graphs is not None
+    forward = engine.graphs.loaded(cache, rows, rows, seen, (1, 3))
+    Mover()([engine, cache, *inner(forward.replay)])
+    with torch.no_grad():
+        if name in HOST_READS:
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                forward.replay()
+            return
+        out = forward.replay()
+    assert out.logits.is_meta and out.logits.shape == (2, 4, 96)
+
+
+def inner(function: Callable[[], Any]) -> list[Any]:
+    """What a function closes over, at any depth."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [x for c in cells for x in (inner(c) if inspect.isfunction(c) else [c])]
 
 
 def test_a_batch_decodes_the_same_tokens() -> None:

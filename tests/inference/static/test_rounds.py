@@ -1,17 +1,23 @@
 """Whole rounds on the device decode what the host's rounds decode, for every head."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from drafters import TargetModel
+from inference.decoding import Keep
 from inference.engines import build_engine
-from inference.generate import Generation, plain_generate, speculative_generate
+from inference.generate import Generation, _texts, plain_generate, speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
-from inference.static.decoding import DeviceEngine
+from inference.static.decoding import DeviceEngine, _prefill
+from inference.static.rounds import EAGER_ROUNDS, Rounds
 from inference.stopping import Stop
-from tests.inference.static.test_draft_rounds import HEADS, head_of
+from tests.inference.static.test_draft_rounds import FEW, HEADS, head_of
+from tests.inference.static.valueless import META, Mover
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [20] * 11]
 NEW = [17, 1, 22]
@@ -151,7 +157,74 @@ def test_drafts_of_no_head_are_refused() -> None:
         )
 
 
-def test_graphs_need_cuda() -> None:
-    engine = DeviceEngine(head_of("eagle3").target)
-    assert not any(rounds.capture for rounds in engine._rounds.values())
-    assert torch.device("cpu") == engine.shape.device
+# --- captured
+
+
+def started(
+    name: str,
+    sampling: SamplingParams | list[SamplingParams] | None = None,
+    rule: str = "match",
+) -> Rounds:
+    """Rounds of a copy of a head and its target, after the prompts."""
+    with torch.inference_mode(False):
+        head = copy.deepcopy(head_of(name))
+    engine = DeviceEngine(head.target)
+    texts = _texts(head.target, PROMPTS, NEW, sampling, NO_END, Keep(), rule)
+    rounds = engine.rounds(build_proposer(head, TREE), texts, rule)
+    _prefill(engine, rounds, texts)
+    return rounds
+
+
+@pytest.mark.parametrize("name", FEW)
+@torch.inference_mode()
+def test_a_whole_round_reads_nothing_on_the_host(name: str) -> None:
+    """And does not mix devices, in the way it goes on CUDA."""
+    rounds = started(name)
+    expected = rounds._round()  # what is gathered once is
+    with torch.inference_mode(False), torch.no_grad():
+        found = Mover()(rounds)._round()
+    assert found.device == META and found.shape == expected.shape
+    with pytest.raises(RuntimeError):
+        found.tolist()
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
+@torch.inference_mode()
+def test_nor_does_a_sampled_one(rule: str) -> None:
+    sampling = [SamplingParams(0.5 + row, 9 + row, 0.9, seed=row) for row in range(3)]
+    rounds = started("eagle3 sliding", sampling, rule)
+    expected = rounds._round()
+    with torch.inference_mode(False), torch.no_grad():
+        assert Mover()(rounds)._round().shape == expected.shape
+
+
+def test_a_round_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+    head = head_of("eagle3")
+    engine = DeviceEngine(head.target)
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Replays write to one tensor, as graphs do."""
+        [rounds] = engine._rounds.values()
+        captured.append(rounds._done)
+        out = torch.zeros(len(PROMPTS), TREE.longest + 5, dtype=torch.int64)
+        return lambda: out.copy_(function())
+
+    monkeypatch.setattr(engine, "_capture", lambda: capture)
+    for _ in range(2):
+        found = speculative_generate(
+            head.target,
+            build_proposer(head, TREE),
+            PROMPTS,
+            max_new_tokens=NEW,
+            stop=NO_END,
+            engine=engine,
+        )
+        plain = plain_generate(head.target, PROMPTS, max_new_tokens=NEW, stop=NO_END)
+        assert found.sequences == plain.sequences
+    assert captured == [EAGER_ROUNDS]
+    assert engine.warm_up_seconds > 0
+
+
+def test_nothing_is_captured_without_cuda() -> None:
+    assert started("eagle3").capture is None
