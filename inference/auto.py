@@ -5,6 +5,7 @@ Letters: B sequences, N rows, P committed tokens, F·D captured features, D hidd
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from inference.controller import controllers
 from inference.cost_calibration import CostGrid, calibrate_costs
 from inference.costs import CostTable, check_writable, costs_path, current_costs, machine_key
 from inference.engine import Engine
+from inference.laws import tree_laws
+from inference.processors import Sampler
 from inference.proposers.adaptive import AdaptiveProposer, describe
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.heads import HeadProposer
@@ -25,11 +28,15 @@ from inference.sampling import SamplingParams
 from inference.schedule import Arm
 from inference.static.cache import StaticCache
 from inference.timing import PhaseTimer
+from inference.tree import TokenTree
+from inference.verify import verify
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 BUDGET = 20.0
 """Seconds that a calibration may take, warming up and forced repeats excepted."""
+REST_ROWS = 6
+"""Nodes of the tree whose acceptance and commit are timed."""
 NEW = 2
 """Positions that are committed between two rounds of measured drafting."""
 
@@ -73,6 +80,32 @@ class Calibration:
             drafting = self._drafts[name] = _Drafting(self.engine, self.arms[name], batch)
         drafting.limit(depth, top_k)
         return self._seconds(drafting.round)
+
+    def rest(self, batch: int) -> float:
+        """Seconds of what else a round does: the target's law, the walk, the commit."""
+        cache = self._cache(min(key[0] for key in self._caches), batch)
+        vocab = self.engine.target.vocab_size
+        tokens = torch.arange(REST_ROWS) % vocab
+        logits = torch.zeros(REST_ROWS, vocab, device=self.engine.target.device)
+        logits[:, 1] = 1.0  # the chain is accepted up to its second token
+        start = time.perf_counter()
+        for _ in range(batch):
+            sampler = Sampler(SamplingParams(), 1, frozenset(), logits.device)
+            tree = TokenTree.chain(tokens)
+            laws = tree_laws(sampler, tree, logits, [0], "match")
+            verify(tree, laws.law, "match", 0, 0)
+        seconds = time.perf_counter() - start
+        return seconds + self._commit(cache, batch)
+
+    def _commit(self, cache: Any, batch: int) -> float:
+        """Seconds of committing two rows that have to be moved, taken back afterwards."""
+        nodes = torch.arange(REST_ROWS) % self.engine.target.vocab_size
+        seen = torch.ones(REST_ROWS, REST_ROWS, dtype=torch.bool).tril()
+        self.engine.append(cache, [nodes] * batch, [nodes] * batch, [seen] * batch)
+        before = list(cache.lengths)
+        seconds = self._seconds(lambda: cache.commit([[0, 2]] * batch))
+        cache.lengths[:] = before
+        return seconds
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -138,7 +171,10 @@ class _Drafting:
 
 
 def cost_grid(
-    arms: Sequence[Arm], contexts: Sequence[int] = CONTEXTS, batches: Sequence[int] = (1,)
+    arms: Sequence[Arm],
+    contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = (1,),
+    buckets: tuple[int, ...] = (),
 ) -> CostGrid:
     """What to measure for some arms.
 
@@ -146,6 +182,7 @@ def cost_grid(
         arms: that may draft.
         contexts: P.
         batches: B.
+        buckets: widths that the engine runs; () if it runs any.
     """
     largest = max(arm.size for arm in arms)
     widths = [width for width in WIDTHS if width < largest] + [largest]
@@ -156,7 +193,7 @@ def cost_grid(
         for depth in {1, arm.depth}
         for top_k in {1, arm.top_k}
     }
-    return CostGrid(widths, contexts, batches, sorted(drafts))
+    return CostGrid(widths, contexts, batches, sorted(drafts), buckets)
 
 
 def measured_costs(
@@ -184,8 +221,11 @@ def measured_costs(
         ValueError: the table cannot be saved there.
     """
     target = engine.target
-    key = machine_key(target.device, target.dtype, target.fingerprint(), engine.name)
-    grid = cost_grid([describe(*arm) for arm in arms.items()], contexts, batches)
+    key = machine_key(
+        target.device, target.dtype, target.fingerprint(), engine.name, drafters_hash(arms)
+    )
+    buckets = () if engine.widths is None else engine.widths
+    grid = cost_grid([describe(*arm) for arm in arms.items()], contexts, batches, buckets)
     if path is not None:
         found, reasons = current_costs(path, key)
         if found is not None and not missing(found, grid):
@@ -200,7 +240,7 @@ def measured_costs(
     try:
         with torch.inference_mode():
             table = calibrate_costs(
-                key, grid, calibration.verify, calibration.draft, budget_seconds
+                key, grid, calibration.verify, calibration.draft, budget_seconds, calibration.rest
             )
     finally:
         for name, head in heads.items():
@@ -212,6 +252,22 @@ def measured_costs(
     for line in table.lines():
         say(line)
     return table
+
+
+def drafters_hash(arms: Mapping[str, Proposer]) -> str:
+    """What tells the costs of two sets of arms apart: their kinds, and the heads' shapes.
+
+    Args:
+        arms: proposers by name.
+    """
+    parts = []
+    for name, arm in sorted(arms.items()):
+        shapes = []
+        if isinstance(arm, HeadProposer):
+            weights = arm.drafter.named_parameters()
+            shapes = [(key, tuple(value.shape), str(value.dtype)) for key, value in weights]
+        parts.append((name, type(arm).__name__, shapes))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def missing(table: CostTable, grid: CostGrid) -> bool:

@@ -40,6 +40,7 @@ class MachineKey:
         dtype: of the target.
         target: hashes of `TargetModel.fingerprint`, or any other name of it.
         engine: what runs the rounds, such as "eager" or "compiled".
+        drafters: hash of what drafts; "" for none.
     """
 
     cpu: str
@@ -49,6 +50,7 @@ class MachineKey:
     dtype: str
     target: str
     engine: str
+    drafters: str = ""
 
     def differences(self, other: MachineKey) -> list[str]:
         """One line for each field that differs."""
@@ -60,7 +62,11 @@ class MachineKey:
 
 
 def machine_key(
-    device: torch.device, dtype: torch.dtype, fingerprint: Mapping[str, str], engine: str
+    device: torch.device,
+    dtype: torch.dtype,
+    fingerprint: Mapping[str, str],
+    engine: str,
+    drafters: str = "",
 ) -> MachineKey:
     """The key of this process.
 
@@ -69,6 +75,7 @@ def machine_key(
         dtype: of the target.
         fingerprint: `TargetModel.fingerprint()`.
         engine: what runs the rounds.
+        drafters: hash of what drafts.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return MachineKey(
@@ -79,6 +86,7 @@ def machine_key(
         dtype=str(dtype).removeprefix("torch."),
         target=" ".join(f"{name}:{value}" for name, value in sorted(fingerprint.items())),
         engine=engine,
+        drafters=drafters,
     )
 
 

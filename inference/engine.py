@@ -72,6 +72,15 @@ class Engine(ABC):
         """Forwards meanwhile are trials: nothing is prepared for more of their kind."""
         yield
 
+    @property
+    def widths(self) -> tuple[int, ...] | None:
+        """Rows of a tree that are really run, where they are filled up; None if any are."""
+        return None
+
+    def tune(self) -> None:
+        """Measure anew what depends on the number of threads."""
+        return None
+
     def prepare(self, drafter: Drafter) -> None:
         """Make ready what a head drafts with; it drafts without, too.
 

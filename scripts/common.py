@@ -64,10 +64,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--device": {"default": "auto", "metavar": "NAME", "help": "auto takes a GPU if there is one"},
     "--engine": {
-        "choices": ENGINES,
+        "choices": tuple(name for name in ENGINES if name != "device"),  # no rounds to look at
         "default": "eager",
         "help": "what runs the target: eager, packed (fused attention, packed weights on a CPU), "
-        "compiled (also compiled, a minute at first use), device (whole rounds there)",
+        "compiled (also compiled, a minute at first use)",
     },
     "--threads": {
         "type": int,
@@ -202,6 +202,7 @@ def open_engine(args: argparse.Namespace, target: TargetModel) -> Engine | None:
     seconds = thread_seconds(engine, counts)
     best = counts[seconds.index(min(seconds))]
     torch.set_num_threads(best)
+    engine.tune()
     timings = ", ".join(f"{n}: {1e3 * s:.0f} ms" for n, s in zip(counts, seconds, strict=True))
     print(f"{best} threads (a step of 1 row and one of 8: {timings})", file=sys.stderr)
     return engine

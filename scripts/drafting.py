@@ -21,6 +21,7 @@ from drafters.export import read_head
 from inference.auto import CONTEXTS, auto_proposer, measured_costs
 from inference.confidence import label_note
 from inference.engine import EagerEngine, Engine
+from inference.engines import DeviceEngine
 from inference.proposers import HeadProposer, Proposer, TreeOptions, build_proposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
@@ -159,7 +160,10 @@ def _add_law_options(add: Any) -> None:
 
 
 def load_proposer(
-    args: argparse.Namespace, target: TargetModel, engine: Engine | None = None
+    args: argparse.Namespace,
+    target: TargetModel,
+    engine: Engine | None = None,
+    batch_size: int = 1,
 ) -> Proposer:
     """The proposer that the options ask for.
 
@@ -170,12 +174,13 @@ def load_proposer(
         args: of a parser with `add_drafting_options`.
         target: that will verify.
         engine: that will decode, which `--size auto` measures; None is the eager one.
+        batch_size: of its calls; `--size auto` measures at it.
 
     Raises:
         ValueError: an option is missing, or has no effect.
     """
     if args.size == "auto":
-        return _load_auto(args, target, engine or EagerEngine(target))
+        return _load_auto(args, target, engine or EagerEngine(target), batch_size)
     if args.costs is not None:
         raise ValueError("--costs has an effect with --size auto only: drop it")
     kind = args.proposer or "head"
@@ -366,7 +371,9 @@ def _check_laws(args: argparse.Namespace) -> None:
         raise ValueError("--draft-temperature has no effect at temperature 0: drop it")
 
 
-def _load_auto(args: argparse.Namespace, target: TargetModel, engine: Engine) -> Proposer:
+def _load_auto(
+    args: argparse.Namespace, target: TargetModel, engine: Engine, batch_size: int
+) -> Proposer:
     """What `--size auto` decides among: the drafts that the other options ask for, copied ones and
     none.
     """
@@ -376,9 +383,9 @@ def _load_auto(args: argparse.Namespace, target: TargetModel, engine: Engine) ->
             "draft models, and not with --tree"
         )
     if args.with_ngram:
-        raise ValueError(
-            "--with-ngram has no effect with --size auto, which copies anyway: drop it"
-        )
+        raise ValueError("--with-ngram has no effect with --size auto, which copies: drop it")
+    if isinstance(engine, DeviceEngine):
+        raise ValueError("--size auto decides on the host: use engine packed or compiled")
     kind = args.proposer or "head"
     alone = argparse.Namespace(**{**vars(args), "size": None, "costs": None})
     if kind == "head":
@@ -395,6 +402,7 @@ def _load_auto(args: argparse.Namespace, target: TargetModel, engine: Engine) ->
         arms,
         path,
         contexts=[context for context in CONTEXTS if context + 65 < target.max_length] or [16],
+        batches=sorted({1, batch_size}),
         say=lambda line: print(line, file=sys.stderr),
     )
     return auto_proposer(engine, arms, costs)

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
     engine = open_engine(args, target)
-    proposer = load_proposer(args, target, engine)
+    proposer = load_proposer(args, target, engine, args.batch_size)
     report = measure(
         target,
         proposer,

@@ -210,9 +210,16 @@ class AdaptiveProposer(Proposer):
 
     def _choose(self, row: int, state: RowState, copies: Mapping[str, TokenTree]) -> Choice:
         limits = {name: (int(tree.depths.max()), tree.num_nodes) for name, tree in copies.items()}
-        batch = self._session.batch_size  # not how many still run: that depends on the others
+        batch = self._batch(state)
         chooser = self._chooser(row, state)
         return chooser.choose(len(state.tokens), batch, state.max_depth, limits)
+
+    def _batch(self, state: RowState) -> int:
+        """Sequences that a round is priced for: those that still run, where others may be looked
+        at.
+        """
+        others = may_look(self._session.rule, Proposal.ONE_HOT, state.sampling.temperature).others
+        return len(self._session.live) if others else self._session.batch_size
 
     def _learn(self, row: int, state: RowState) -> None:
         """Tell the controller what became of its last choice."""

@@ -6,6 +6,7 @@ Letters: B sequences, T prompt tokens, E end tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class DeviceEngine(StaticEngine):
         self.name = "device"
         self._rounds: dict[tuple[Any, ...], Rounds] = {}
 
+    def close(self) -> None:
+        """Unpack, and free caches and graphs."""
+        self._rounds.clear()
+        super().close()
+
     def rounds(self, proposer: Proposer, texts: Sequence[Text], rule: str) -> Rounds:
         """Rounds for a batch of texts, made or found.
 
@@ -73,13 +79,17 @@ class DeviceEngine(StaticEngine):
         params = [text.sampler.params for text in texts]
         ends = sorted(texts[0].stopper.eos_token_ids)
         capacity = -(-max(text.limit for text in texts) // ROUNDED) * ROUNDED
+        warpers_of(params)  # refuses what has no static form, also where rounds are kept
         kinds = tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params)
-        key = (id(head.drafter), head.options, rule, kinds, len(ends), capacity)
+        shape = head.options.shape  # two of the same paths are not equal
+        paths = None if shape is None else tuple(shape.paths())
+        trees = (replace(head.options, shape=None), paths)
+        key = (id(head.drafter), trees, rule, kinds, len(ends), capacity)
         if key not in self._rounds:
             while len(self._rounds) >= KEPT:
                 del self._rounds[next(iter(self._rounds))]
             self._rounds[key] = self._new_rounds(head, texts, rule, capacity)
-        found = self._rounds[key]
+        found = self._rounds[key] = self._rounds.pop(key)  # the last to go
         found.restart(seed_words([p.seed for p in params]), torch.tensor(ends, dtype=torch.int64))
         return found
 

@@ -15,12 +15,15 @@ Letters: B sequences, F new rows of each (padded to the most), m rows pending, C
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from drafters import Drafter, TargetModel, TargetOutput
 from inference.attention import narrow, row_mask
@@ -28,10 +31,13 @@ from inference.cache import BLOCK
 from inference.engine import Engine
 from inference.static.attention import NAME, TreeRows
 from inference.static.cache import PassingCache, StaticCache, kv_shape
-from inference.static.graphs import WARM_UPS, CudaCapture, Graphs
+from inference.static.graphs import BUCKETS, WARM_UPS, CudaCapture, Graphs
 from inference.static.inputs import row_inputs
 from inference.static.packing import PackedLinears, best_rows, cannot_pack
 from inference.static.words import MOST_ROWS
+
+GRAPHS = 64
+"""Compiled forwards of all engines of a process."""
 
 
 class StaticEngine(Engine):
@@ -66,15 +72,16 @@ class StaticEngine(Engine):
         reason = cannot_pack(target.lm_head.weight)
         if pack and reason:
             raise ValueError(f"pack: {reason}")
-        self._packed = None
+        self._packed: PackedLinears | None = None
         if pack or (pack is None and reason is None):
-            self._packed = PackedLinears([target.model])
-        self.least_rows = 1 if self._packed is None else best_rows(target.lm_head)
+            self._packed = self._pack([target.model])
+        self.least_rows = 1
+        self.tune()
         self._heads: list[tuple[Drafter, PackedLinears]] = []
         self._passing = PassingCache(self.shape.num_layers)
         self._run: Callable[..., TargetOutput] = self._forward
         if compiled:
-            self._run = torch.compile(self._forward, fullgraph=True, dynamic=True)
+            self._run = _compiled(self._forward)
         self._warm: set[tuple[Any, ...]] = set()
         self.warm_up_seconds = 0.0
         self.graphs = self._new_graphs(graphs)
@@ -97,15 +104,32 @@ class StaticEngine(Engine):
         )
         return Graphs(self.run, capture)
 
+    @property
+    def widths(self) -> tuple[int, ...] | None:
+        """The graphs' buckets."""
+        return None if self.graphs is None else BUCKETS
+
+    def tune(self) -> None:
+        """Measure what depends on the number of threads: how far single rows are filled up."""
+        self.least_rows = 1 if self._packed is None else best_rows(self.target.lm_head)
+
+    def _pack(self, modules: Sequence[nn.Module]) -> PackedLinears:
+        """Packed layers that are given back with the engine, closed or not."""
+        packed = PackedLinears(modules)
+        weakref.finalize(self, packed.close)
+        return packed
+
     def prepare(self, drafter: Drafter) -> None:
-        """Pack a head's linear layers too, where the target's are packed.
+        """Pack a head's linear layers too, where the target's are and the head's can be packed.
 
         Args:
             drafter: attached head that will draft for this engine.
         """
         if self._packed is None or any(drafter is head for head, _ in self._heads):
             return
-        packed = PackedLinears([drafter])
+        if cannot_pack(next(drafter.parameters())) is not None:
+            return
+        packed = self._pack([drafter])
         packed.borrow(drafter)
         self._heads.append((drafter, packed))
 
@@ -149,13 +173,26 @@ class StaticEngine(Engine):
         tree = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if tree and self.graphs is not None and self.graphs.serves(cache, max(map(len, tokens))):
             return self._replayed(self.graphs, cache, tokens, depths, seen, feature_layers)
-        ids, positions = self.inputs(cache, tokens, depths)
+        width, layers = max(map(len, tokens)), tuple(feature_layers)
+        least = self.least_rows if tree else 1
+        ids, positions = row_inputs(cache.lengths, tokens, depths, max(width, least))
+        ids, positions = ids.to(self.shape.device), positions.to(self.shape.device)
         rows = self.rows(cache, depths, seen, ids.shape[1])
-        cache.pending += ids.shape[1]
-        layers = tuple(feature_layers)
+        cache.pending += width
         run = self._run if tree else self._forward
         with self._timed(ids, layers, run), tree_attention_of(self.target):
-            return run(ids, positions, rows, layers, logits_to_keep)
+            out = self._checked(run, ids, positions, rows, layers, logits_to_keep)
+        return first_rows(out, width) if tree else out
+
+    def _checked(self, run: Callable[..., TargetOutput], *inputs: Any) -> TargetOutput:
+        """Run, and say what to do about a model that the compiler cannot take whole."""
+        try:
+            return run(*inputs)
+        except TorchDynamoException as error:
+            raise ValueError(
+                f"target {self.target.name!r} ({self.target.model.config.model_type!r}) cannot be "
+                f"compiled as one graph: use engine='packed' ({str(error).splitlines()[0]})"
+            ) from error
 
     def _replayed(self, graphs: Graphs, *rows: Any) -> TargetOutput:
         """A forward by graphs; the arguments are theirs."""
@@ -189,14 +226,6 @@ class StaticEngine(Engine):
             yield
         finally:
             self._run, self.graphs = own, graphs
-
-    def inputs(
-        self, cache: StaticCache, tokens: Sequence[Tensor], depths: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids and positions (B, F) of the new rows; arguments as in `append`."""
-        width = max(*map(len, tokens), self.least_rows)
-        ids, positions = row_inputs(cache.lengths, tokens, depths, width)
-        return ids.to(self.shape.device), positions.to(self.shape.device)
 
     def rows(
         self, cache: StaticCache, depths: Sequence[Tensor], seen: Sequence[Tensor], width: int
@@ -259,6 +288,26 @@ class StaticEngine(Engine):
         if kind not in self._warm:
             self._warm.add(kind)
             self.warm_up_seconds += time.perf_counter() - start
+
+
+def first_rows(out: TargetOutput, width: int) -> TargetOutput:
+    """A forward's output without what its rows were filled up with.
+
+    Args:
+        out: of all rows.
+        width: rows that were asked for.
+    """
+    features = None if out.features is None else out.features[:, :width]
+    return TargetOutput(out.logits[:, :width], features, out.last_hidden[:, :width])
+
+
+def _compiled(forward: Callable[..., TargetOutput]) -> Callable[..., TargetOutput]:
+    """One graph for a row, one for several, and the same for batches; more for other captures.
+
+    The graphs of all engines of a process count against one limit, as they share this code.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    return torch.compile(forward, fullgraph=True, dynamic=True)
 
 
 @contextmanager

@@ -34,8 +34,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Rows that forwards are filled up to."""
 WARM_UPS = 2
 """Eager runs before a capture: kernels are compiled and workspaces made in them."""
-KEPT = 32
-"""Graphs kept, the latest used; each has memory of its own for its outputs only."""
+KEPT = 16
+"""Graphs kept, the latest used; each has its own memory for what it returns, padding included."""
 ALIGNED = 16
 """Parts of the input buffer start at multiples of so many numbers, as kernels like addresses."""
 

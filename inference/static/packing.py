@@ -54,6 +54,8 @@ def cannot_pack(weight: Tensor) -> str | None:
         return f"oneDNN has no kernels for {weight.dtype}: load the model in float32 or bfloat16"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "oneDNN has no bfloat16 kernels for this CPU: load the model in float32"
     return None
 
 

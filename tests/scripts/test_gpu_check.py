@@ -86,6 +86,19 @@ def test_a_section_that_fails_loses_nothing(
     assert "| B | kernel µs |" in table and "| 1 | 2.5 |" in table
 
 
+def test_what_is_measured_in_order_of_importance_may_be_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path, monkeypatch, "true")
+    script = tmp_path / "python"
+    script.write_text(script.read_text() + 'if [[ "$4" == speed ]]; then exec sleep 60; fi\n')
+    arguments = ["--out", str(tmp_path / "out"), "--dry-run", "--scale", "0.01"]
+    assert gpu_check.main([*arguments, "--target", "folder"]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["sections"]
+    assert results["speed"]["status"] == "cut short"
+    assert results["speed"]["rows"] == [{"B": 1, "kernel µs": 2.5}]
+
+
 def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

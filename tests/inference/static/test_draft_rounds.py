@@ -182,6 +182,19 @@ def test_buffers_stay_where_they_are(name: str) -> None:
     assert static_paths(first) == static_paths(again)
 
 
+def test_attention_is_laid_out_as_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's is a view of another layout."""
+    view = torch.rand(2, 3, 4, 8).transpose(1, 2)
+    monkeypatch.setattr(draft_cache, "tree_attention", lambda *args, **options: view)
+    keys, new, lengths = torch.zeros(2, 2, 9, 8), torch.rand(2, 2, 3, 8), torch.tensor([1, 5])
+    rows = torch.rand(2, 4, 3, 8), new, new
+    words = draft_cache.chain_words(3, lengths.device)
+    args = (keys, keys.clone(), *rows, lengths, words, None, None, 0)
+    found = draft_cache.draft_attention(*args)
+    assert found.is_contiguous() and torch.equal(found, view)
+    assert draft_cache._shape_only(*args).stride() == found.stride()
+
+
 def kept_state(static: StaticDrafter) -> list[Tensor]:
     """What rounds leave behind, beside keys and values."""
     kept = [cache.lengths for cache in static.caches]

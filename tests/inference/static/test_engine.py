@@ -1,8 +1,11 @@
 """The static engines decode what the eager one does, over every kind of attention."""
 
+import gc
+
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._dynamo.exc import TorchDynamoException
 
 from drafters import TargetModel
 from inference.engine import EagerEngine
@@ -147,3 +150,77 @@ def test_engines_by_name() -> None:
 def test_weights_of_a_kind_without_kernels_are_not_packed() -> None:
     with pytest.raises(ValueError, match="float64"):
         StaticEngine(tiny_target(torch.float64), pack=True)
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_rows_that_are_filled_up_do_not_count(least: int) -> None:
+    """Two appends of one and two rows behind each other, as trees that are grown level by level."""
+    target = tiny_target(torch.float64)
+    expected = grown(EagerEngine(target))
+    engine = StaticEngine(target)
+    engine.least_rows = least
+    for one, other in zip(expected, grown(engine), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@torch.inference_mode()
+def grown(engine: object) -> list[torch.Tensor]:
+    cache = engine.new_cache(1, 4)
+    prompt = torch.tensor(PROMPTS[0])
+    chain = torch.ones(len(prompt), len(prompt), dtype=torch.bool).tril()
+    engine.append(cache, [prompt], [torch.arange(len(prompt))], [chain])
+    cache.commit([range(len(prompt))])
+    first = engine.append(
+        cache, [torch.tensor([3])], [torch.tensor([0])], [torch.ones(1, 1, dtype=torch.bool)]
+    )
+    seen = torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
+    second = engine.append(cache, [torch.tensor([4, 5])], [torch.tensor([0, 1, 1])], [seen])
+    cache.commit([[0, 2]])
+    third = engine.append(
+        cache, [torch.tensor([6])], [torch.tensor([0])], [torch.ones(1, 1, dtype=torch.bool)]
+    )
+    return [first.logits, second.logits, third.logits]
+
+
+def test_an_engine_that_is_dropped_gives_the_target_back() -> None:
+    target = tiny_target(torch.float32)
+    for _ in range(2):
+        engine = StaticEngine(target, pack=True)
+        assert "forward" in vars(target.lm_head)
+        del engine
+        gc.collect()
+        assert "forward" not in vars(target.lm_head)
+
+
+@pytest.mark.slow
+def test_engines_that_come_and_go_do_not_use_up_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_target(torch.float64, layers=2)
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_(f, backend="eager", **options)
+    )
+    expected = plain_generate(target, PROMPTS, max_new_tokens=8).sequences
+    for _ in range(4):
+        engine = StaticEngine(target, compiled=True)
+        for rows in (PROMPTS, PROMPTS[:1]):
+            found = speculative_generate(
+                target, NgramProposer(8, 4, 2), rows, max_new_tokens=8, engine=engine
+            )
+            assert found.sequences == expected[: len(rows)]
+        engine.close()
+
+
+def test_a_target_that_cannot_be_compiled_is_sent_to_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **options: object) -> object:
+        raise TorchDynamoException("data-dependent shape\nand more")
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: refuse)
+    target = tiny_target(torch.float32)
+    engine = StaticEngine(target, compiled=True)
+    with pytest.raises(ValueError, match=r"engine='packed' \(data-dependent shape\)"):
+        plain_generate(target, PROMPTS[:1], max_new_tokens=4, engine=engine)

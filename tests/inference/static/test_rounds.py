@@ -84,8 +84,9 @@ def test_texts_end_at_their_tokens(engines: dict[int, DeviceEngine]) -> None:
     assert "eos" in found.reasons
 
 
-def test_a_second_call_finds_the_first_ones_rounds() -> None:
-    head = head_of("eagle3")
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])  # the latter with a shape of its own
+def test_a_second_call_finds_the_first_ones_rounds(name: str) -> None:
+    head = head_of(name)
     engine = DeviceEngine(head.target)
     decoded = [
         speculative_generate(
@@ -228,3 +229,42 @@ def test_a_round_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_captured_without_cuda() -> None:
     assert started("eagle3").capture is None
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"repetition_penalty": 3.0},
+        {"suppress_tokens": (7,)},
+        {"logit_bias": ((7, 50.0),)},
+        {"typical_p": 0.5},
+    ],
+)
+def test_what_is_refused_at_first_is_refused_later(
+    option: dict[str, object], engines: dict[int, DeviceEngine]
+) -> None:
+    """Rounds that are kept for the same warpers know nothing of penalties and bans."""
+    head = head_of("eagle3")
+    engine = device(head.target, engines)
+    decode = lambda params: speculative_generate(  # noqa: E731
+        head.target,
+        build_proposer(head, CHAIN),
+        PROMPTS,
+        max_new_tokens=4,
+        sampling=params,
+        engine=engine,
+    )
+    decode(SamplingParams(0.8))
+    with pytest.raises(ValueError, match="static"):
+        decode(SamplingParams(0.8, **option))
+
+
+def test_closing_frees_what_rounds_hold() -> None:
+    head = head_of("eagle3")
+    engine = DeviceEngine(head.target)
+    speculative_generate(
+        head.target, build_proposer(head, CHAIN), PROMPTS, max_new_tokens=4, engine=engine
+    )
+    assert engine._rounds
+    engine.close()
+    assert not engine._rounds
