@@ -5,6 +5,7 @@ Legend: B sequences still running, T prompt, N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,8 +212,7 @@ class Decoding:
 
     def round(self) -> list[Round]:
         """Draft, verify, commit; every running sequence emits at least one token."""
-        trees = self.proposer.propose([sequence.state for sequence in self.sequences])
-        run = [self._checked(trees[row]) for row in self.session.live]
+        run = self._trees()
         resume = self.proposer.resume()
         with self.timer.phase("target"):
             out = self.engine.append(
@@ -225,17 +225,28 @@ class Decoding:
             )
         self.forwards += 1
         rounds, kept = [], []
-        for place, (row, tree) in enumerate(zip(self.session.live, run, strict=True)):
-            sequence = self.sequences[row]
-            verdict = sequence.verify(tree, out.logits[place], self.rule)
-            kept.append([0, *verdict.path])
-            index = torch.tensor(kept[-1], device=out.last_hidden.device)
-            features = None if out.features is None else out.features[place, index]
-            sequence.hand_over(features, out.last_hidden[place, index])
-            rounds.append(self._record(row, tree, verdict))
-        self.session.cache.commit(kept)
+        with self.timer.phase("accept"):
+            for place, (row, tree) in enumerate(zip(self.session.live, run, strict=True)):
+                sequence = self.sequences[row]
+                verdict = sequence.verify(tree, out.logits[place], self.rule)
+                kept.append([0, *verdict.path])
+                index = torch.tensor(kept[-1], device=out.last_hidden.device)
+                features = None if out.features is None else out.features[place, index]
+                sequence.hand_over(features, out.last_hidden[place, index])
+                rounds.append(self._record(row, tree, verdict))
+        with self.timer.phase("commit"):
+            self.session.cache.commit(kept)
         self._drop_ended()
         return rounds
+
+    def _trees(self) -> list[TokenTree]:
+        """Of the running sequences. What drafting spends outside of networks is "build"."""
+        seconds = self.timer.seconds
+        before, start = seconds["draft"], time.perf_counter()
+        trees = self.proposer.propose([sequence.state for sequence in self.sequences])
+        run = [self._checked(trees[row]) for row in self.session.live]
+        seconds["build"] += time.perf_counter() - start - (seconds["draft"] - before)
+        return run
 
     def _checked(self, tree: TokenTree | None) -> TokenTree:
         """A running sequence needs a tree, if only its root, of tokens that the target has."""

@@ -47,8 +47,9 @@ class Generation:
         sequences: new tokens of each sequence, prompt excluded, end-of-sequence token included.
         reasons: why each ended: "eos", "stop" (a stop string or criterion) or "length".
         stats: acceptance over all rounds (empty for plain decoding).
-        seconds: wall-clock by phase: "prefill", "target", "draft", and "total" of everything after
-            the prefill.
+        seconds: wall-clock by phase: "prefill"; "draft" (networks), "build" (trees), "target",
+            "accept" and "commit"; and "total" of everything after the prefill. Whole rounds on the
+            device are one phase, "round".
         num_forwards: target forwards after the prefill.
         rounds: what happened in each, if asked for.
         scores: per sequence (n, V), what each new token was chosen by, after processors and
