@@ -18,7 +18,6 @@ from typing import Any
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.auto import CONTEXTS, auto_proposer, measured_costs
 from inference.confidence import label_note
 from inference.engine import EagerEngine, Engine
 from inference.engines import DeviceEngine
@@ -33,6 +32,7 @@ from inference.proposers.options import DRAWS
 from inference.proposers.suffix import SuffixProposer
 from inference.sampling import SamplingParams
 from inference.static_tree import StaticTree, static_tree
+from scripts.auto_size import decided_by_costs
 
 TREE: dict[str, Any] = {
     "size": 32,
@@ -105,7 +105,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="--size auto: file with what rounds cost here, measured if it is not there or not of "
-        "this machine (default: costs.json in the head's folder)",
+        "this machine (default: costs-ENGINE.json in the head's folder)",
     )
     add(
         "--depth",
@@ -394,18 +394,7 @@ def _load_auto(
     if kind not in ("ngram", "suffix"):
         arms["ngram"] = NgramProposer(**AUTO_COPIES)
     vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
-    path = args.costs
-    if path is None and args.head is not None and Path(args.head).is_dir():
-        path = Path(args.head)
-    costs = measured_costs(
-        engine,
-        arms,
-        path,
-        contexts=[context for context in CONTEXTS if context + 65 < target.max_length] or [16],
-        batches=sorted({1, batch_size}),
-        say=lambda line: print(line, file=sys.stderr),
-    )
-    return auto_proposer(engine, arms, costs)
+    return decided_by_costs(args, arms, engine, batch_size)
 
 
 def _size(text: str) -> int | str:

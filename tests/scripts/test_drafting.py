@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import inference.auto as auto_module
+import scripts.auto_size as auto_size_module
 from drafters import TargetModel, build_drafter
+from inference.costs import CostTable
 from inference.proposers import HeadProposer, MedusaProposer, Proposer, SequentialProposer
+from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
@@ -311,3 +315,44 @@ def test_a_head_that_is_not_there_is_named(models: list[str]) -> None:
     args = model_args(models, "--head", "/nowhere")
     with pytest.raises(ValueError, match="head /nowhere"):
         load_proposer(args, load_target(args))
+
+
+def test_auto_measures_and_keeps_what_rounds_cost(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_module, "WIDTHS", (1, 2, 4))
+    monkeypatch.setattr(auto_size_module, "CONTEXTS", (16,))
+    monkeypatch.setattr(auto_module, "BUDGET", 0.0)
+    path = tmp_path / "costs.json"
+    args = model_args(models, "--size", "auto", "--costs", str(path), "--depth", "2")
+    proposer = load_proposer(args, load_target(args), batch_size=2)
+    assert isinstance(proposer, AdaptiveProposer)
+    assert set(proposer.arms) == {"head", "ngram"}
+    assert proposer.arms["head"].depth == 2
+    assert {b for _, _, b in CostTable.load(path).verify_points} == {1, 2}
+    assert args.size == "auto"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tree", "static"], "not with --tree"),
+        (["--with-ngram"], "--with-ngram has no effect"),
+        (["--proposer", "layer-skip", "--exit-layer", "1"], "layer-skip|draft models"),
+    ],
+)
+def test_auto_refuses_what_has_no_effect(models: list[str], more: list[str], message: str) -> None:
+    args = model_args(models, "--size", "auto", *more)
+    with pytest.raises(ValueError, match=message):
+        load_proposer(args, load_target(args))
+
+
+def test_costs_without_auto_have_no_effect(models: list[str], tmp_path: Path) -> None:
+    args = model_args(models, "--costs", str(tmp_path / "costs.json"))
+    with pytest.raises(ValueError, match="--size auto only"):
+        load_proposer(args, load_target(args))
+
+
+def test_a_size_is_a_number_or_auto(models: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        model_args(models, "--size", "large")
