@@ -19,6 +19,7 @@ import inference.proposers.growth as growth_module
 import inference.sampling as sampling_module
 from drafters import TargetModel, build_drafter
 from inference.acceptance import Coins, Verdict
+from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import Proposer, RowState, SequentialProposer, Session, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
@@ -128,10 +129,10 @@ def plain_scores() -> list[Tensor]:
 def prepare() -> None:
     """Compute all of the above."""
     for name, model in TARGETS.items():
-        check_tree_support(model())
+        check_tree_support(EagerEngine(model()))
         for greedy in (False, True):
             texts(name, greedy)
-    check_tree_support(draft_model())
+    check_tree_support(EagerEngine(draft_model()))
     plain_scores()
     head()
 

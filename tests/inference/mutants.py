@@ -192,7 +192,7 @@ def grandparent_unseen(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(detectors.tokens_in_a_batch, "stale and padding rows behind a short sequence are seen")
 def padding_seen(patch: pytest.MonkeyPatch) -> None:
-    mask_of = attention_module._mask
+    mask_of = attention_module.row_mask
 
     def leaky(starts: Any, ancestors: Any, columns: int, pending: int) -> Tensor:
         mask = mask_of(starts, ancestors, columns, pending)
@@ -200,33 +200,33 @@ def padding_seen(patch: pytest.MonkeyPatch) -> None:
             mask[row, 0, : len(some), start + some.shape[1] :] = True
         return mask
 
-    patch.setattr(attention_module, "_mask", leaky)
+    patch.setattr(attention_module, "row_mask", leaky)
 
 
 @mutant(detectors.tokens_in_a_batch, "each row is masked by the length of another")
 def lengths_swapped_in_the_mask(patch: pytest.MonkeyPatch) -> None:
-    mask_of = attention_module._mask
-    patch.setattr(attention_module, "_mask", lambda starts, *rest: mask_of(starts[::-1], *rest))
+    mask_of = attention_module.row_mask
+    patch.setattr(attention_module, "row_mask", lambda starts, *rest: mask_of(starts[::-1], *rest))
 
 
 @mutant(detectors.tokens_behind_a_window, "the window is one token too wide")
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    narrow = attention_module._narrow
+    narrow = attention_module.narrow
 
     def wide(mask: Any, starts: Any, depths: Any, pending: int, window: int) -> None:
         narrow(mask, starts, depths, pending, window + 1)
 
-    patch.setattr(attention_module, "_narrow", wide)
+    patch.setattr(attention_module, "narrow", wide)
 
 
 @mutant(detectors.tokens_behind_a_window, "the window counts rows instead of positions on the path")
 def window_counts_rows(patch: pytest.MonkeyPatch) -> None:
-    narrow = attention_module._narrow
+    narrow = attention_module.narrow
 
     def by_row(mask: Any, starts: Any, depths: Any, pending: int, window: int) -> None:
         narrow(mask, starts, [torch.arange(len(depth)) for depth in depths], pending, window)
 
-    patch.setattr(attention_module, "_narrow", by_row)
+    patch.setattr(attention_module, "narrow", by_row)
 
 
 # Verification -----------------------------------------------------------------------------------

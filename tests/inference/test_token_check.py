@@ -9,6 +9,7 @@ import torch
 
 from drafters import TargetModel
 from inference.decoding import Text
+from inference.engine import EagerEngine
 from inference.evaluation import Prompt
 from inference.generate import plain_generate
 from inference.proposers import Proposer, RowState, Session, TreeOptions
@@ -172,8 +173,8 @@ def test_a_text_that_ends_too_early_or_late_is_refuted(
 def checker_in(dtype: torch.dtype, new: int) -> TokenChecker:
     target = make_target(dtype)
     proposer = make_proposer(target)
-    check_tree_support(target)
-    check_tree_support(proposer.draft)
+    check_tree_support(EagerEngine(target))
+    check_tree_support(EagerEngine(proposer.draft))
     return TokenChecker(target, proposer, PROMPTS, new)
 
 
