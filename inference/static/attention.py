@@ -63,6 +63,11 @@ class TreeRows:
     pending: int = 0
 
 
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores: 0 where the mask (bool) is true, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 _library = torch.library.Library("headway", "FRAGMENT")
 _library.define(
     "biased_attention(Tensor(a!) kv, int layer, Tensor q, Tensor k, Tensor v, Tensor columns, "

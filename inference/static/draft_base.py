@@ -24,7 +24,7 @@ from drafters import Drafter
 from inference.append import PREFILL_ROWS
 from inference.static.draft_cache import StaticDraftCache
 from inference.static.growth import Growth
-from inference.static.tree import DraftTree
+from inference.static.tree import DraftTree, take
 from inference.static.words import MOST_ROWS
 
 
@@ -65,12 +65,6 @@ class Committed(NamedTuple):
             self.hidden[:, rows],
             None if self.features is None else self.features[:, rows],
         )
-
-
-def take(rows: Tensor, places: Tensor) -> Tensor:
-    """Rows (B, n, ...) at places (B,) -> (B, ...), or at places (B, m) -> (B, m, ...)."""
-    sequences = torch.arange(len(rows), device=rows.device)
-    return rows[sequences.reshape(-1, *[1] * (places.dim() - 1)), places]
 
 
 class StaticDrafter(ABC):

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from drafters.layers import Attend
 from drafters.mtp import MtpDrafter
-from inference.static.draft_base import Committed, take
+from inference.static.draft_base import Committed
 from inference.static.draft_cache import first_bits
 from inference.static.draft_sequential import SequentialDraft, Step
 from inference.static.growth import Growth
+from inference.static.tree import take
 from inference.static.words import word_count
 
 

@@ -18,10 +18,10 @@ from drafters import MedusaDrafter
 from drafters.block import DFlashDrafter
 from drafters.dspark import DSparkDrafter
 from drafters.peagle import PEagleDrafter
-from inference.static.draft_base import Committed, StaticDrafter, take
+from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.draft_cache import StaticDraftCache, first_bits
 from inference.static.growth import Growth
-from inference.static.tree import DraftTree
+from inference.static.tree import DraftTree, take
 from inference.static.words import MOST_ROWS, word_count
 
 

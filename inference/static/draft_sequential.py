@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from drafters.base import SequentialDrafter
-from inference.static.draft_base import Committed, StaticDrafter, take
+from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.draft_cache import StaticDraftCache, chain_words
 from inference.static.growth import Growth
-from inference.static.tree import DraftTree
+from inference.static.tree import DraftTree, take
 from inference.static.words import own_bits, word_count
 
 

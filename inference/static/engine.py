@@ -29,7 +29,7 @@ from drafters import Drafter, TargetModel, TargetOutput
 from inference.attention import narrow, row_mask
 from inference.cache import BLOCK
 from inference.engine import Engine
-from inference.static.attention import NAME, TreeRows
+from inference.static.attention import NAME, TreeRows, as_bias
 from inference.static.cache import PassingCache, StaticCache, kv_shape
 from inference.static.graphs import BUCKETS, WARM_UPS, CudaCapture, Graphs
 from inference.static.inputs import row_inputs
@@ -248,17 +248,13 @@ class StaticEngine(Engine):
             cache.kv,
             starts[:, None] + torch.arange(width, device=device),
             self.shape.windows,
-            self._bias(mask),
+            as_bias(mask, self.shape.dtype),
         )
         window = next((window for window in self.shape.windows if window is not None), None)
         if window is not None:
             narrow(mask, cache.lengths, depths, cache.pending, window)
-            rows.window_bias = self._bias(mask)
+            rows.window_bias = as_bias(mask, self.shape.dtype)
         return rows
-
-    def _bias(self, mask: Tensor) -> Tensor:
-        bias = torch.zeros(mask.shape, dtype=self.shape.dtype, device=mask.device)
-        return bias.masked_fill_(~mask, -torch.inf)
 
     def _forward(
         self,

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from inference.static.accept import Acceptance, Ends, Noise, accept
-from inference.static.attention import TreeRows
+from inference.static.attention import TreeRows, as_bias
 from inference.static.cache import StaticCache
-from inference.static.draft_base import Committed, StaticDrafter, take
+from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.engine import StaticEngine
 from inference.static.graphs import Capture
 from inference.static.laws import Warpers
-from inference.static.tree import DraftTree
+from inference.static.tree import DraftTree, take
 from inference.static.words import WORD, tree_words
 
 EAGER_ROUNDS = 2
@@ -284,17 +284,13 @@ def word_biases(
     word = words.gather(2, (row // WORD)[:, None].expand(-1, nodes, -1))
     seen = (word >> (row % WORD)[:, None]) & 1  # (B, N, C)
     seen = torch.where(behind[:, None] < 0, 1, seen.masked_fill(behind[:, None] >= nodes, 0))
-    bias = _as_bias(seen.bool(), cache.shape.dtype)
+    bias = as_bias(seen.bool(), cache.shape.dtype)[:, None]
     window = next((window for window in cache.shape.windows if window is not None), None)
     if window is None:
         return bias, None
     positions = torch.where(behind < 0, places, lengths[:, None] + depths.gather(1, row))
     distance = (lengths[:, None] + depths)[..., None] - positions[:, None]
-    return bias, _as_bias(seen.bool() & (distance < window), cache.shape.dtype)
-
-
-def _as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
+    return bias, as_bias(seen.bool() & (distance < window), cache.shape.dtype)[:, None]
 
 
 def move_paths(kv: Tensor, lengths: Tensor, path: Tensor) -> None:

@@ -54,8 +54,9 @@ class Walk(NamedTuple):
 
 
 def take(rows: Tensor, places: Tensor) -> Tensor:
-    """One of the rows (B, n, ...) of each sequence, at places (B,) -> (B, ...)."""
-    return rows[torch.arange(len(rows), device=rows.device), places]
+    """Rows (B, n, ...) at places (B,) -> (B, ...), or at places (B, m) -> (B, m, ...)."""
+    sequences = torch.arange(len(rows), device=rows.device)
+    return rows[sequences.reshape(-1, *[1] * (places.dim() - 1)), places]
 
 
 def to_host(
