@@ -283,7 +283,7 @@ class TargetModel:
         layers = [*feature_layers, self.num_layers]
         run = range(self.num_layers) if run_layers is None else run_layers
         keep_graph = gradients and torch.is_grad_enabled()
-        with self._only(run, entering), torch.set_grad_enabled(keep_graph):
+        with self.only(run_layers, entering), torch.set_grad_enabled(keep_graph):
             out = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -302,9 +302,13 @@ class TargetModel:
         )
         return TargetOutput(out.logits, features, states[self.num_layers])
 
-    def _only(self, run: Collection[int], entering: Tensor | None) -> AbstractContextManager[None]:
-        if run == range(self.num_layers) and entering is None:
+    def only(
+        self, run_layers: Collection[int] | None, entering: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """Inside, forwards run some of the layers; arguments as in `forward`, which does it too."""
+        if run_layers is None and entering is None:
             return nullcontext()
+        run = range(self.num_layers) if run_layers is None else run_layers
         return only_layers(list(self.decoder_layers()), run, entering, self._layer_outputs)
 
     def decoder_layers(self) -> nn.ModuleList:

@@ -1,6 +1,6 @@
 """`size: auto`: cost tables measured on an engine, and the proposer that decides by them.
 
-Letters: B sequences, N rows, P committed tokens, F·D captured features, D hidden.
+Letters: B sequences, N rows, P committed tokens.
 """
 
 from __future__ import annotations
@@ -8,166 +8,33 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from inference.append import append_text, stretches
+from inference.batch_controller import batch_controllers
 from inference.controller import controllers
 from inference.cost_calibration import CostGrid, calibrate_costs
 from inference.costs import CostTable, check_writable, costs_path, current_costs, machine_key
 from inference.engine import Engine
-from inference.laws import tree_laws
-from inference.processors import Sampler
-from inference.proposers.adaptive import AdaptiveProposer, describe
-from inference.proposers.base import Proposer, RowState, Session
+from inference.priors import Memory
+from inference.proposers.adaptive import AdaptiveProposer
+from inference.proposers.arms import describe
+from inference.proposers.base import Proposer, RowState
+from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.heads import HeadProposer
-from inference.sampling import SamplingParams
-from inference.schedule import Arm
-from inference.static.cache import StaticCache
-from inference.timing import PhaseTimer
+from inference.proposers.ngram import NgramProposer
+from inference.proposers.suffix import SuffixProposer
+from inference.round_parts import ABSORBED, WIDTHS, Calibration
+from inference.schedule import Arm, plain_step
+from inference.survival import Prior
 from inference.tree import TokenTree
-from inference.verify import verify
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 BUDGET = 20.0
 """Seconds that a calibration may take, warming up and forced repeats excepted."""
-REST_ROWS = 6
-"""Nodes of the tree whose acceptance and commit are timed."""
-NEW = 2
-"""Positions that are committed between two rounds of measured drafting."""
-
-
-@dataclass
-class Calibration:
-    """Runs the parts of a round on an engine and tells their seconds.
-
-    Args:
-        engine: to measure; at its warm-up.
-        arms: proposers by name, as in the table.
-    """
-
-    engine: Engine
-    arms: Mapping[str, Proposer]
-    _caches: dict[tuple[int, int], Any] = field(default_factory=dict)
-    _drafts: dict[str, _Drafting] = field(default_factory=dict)
-
-    def verify(self, width: int, context: int, batch: int) -> float:
-        """Seconds of a forward of N rows behind P tokens, in B sequences."""
-        cache = self._cache(context, batch)
-        nodes, vocab = torch.arange(width), self.engine.target.vocab_size
-        seen = torch.ones(width, width, dtype=torch.bool).tril()
-        layers = self.feature_layers
-        seconds = self._seconds(
-            lambda: self.engine.append(
-                cache,
-                [nodes % vocab] * batch,
-                [nodes] * batch,
-                [seen] * batch,
-                feature_layers=layers,
-            )
-        )
-        cache.revert()
-        return seconds
-
-    def draft(self, name: str, depth: int, top_k: int, batch: int) -> float:
-        """Seconds of drafting one round for B sequences."""
-        drafting = self._drafts.get(name)
-        if drafting is None or drafting.batch != batch:
-            drafting = self._drafts[name] = _Drafting(self.engine, self.arms[name], batch)
-        drafting.limit(depth, top_k)
-        return self._seconds(drafting.round)
-
-    def rest(self, batch: int) -> float:
-        """Seconds of what else a round does: the target's law, the walk, the commit."""
-        cache = self._cache(min(key[0] for key in self._caches), batch)
-        vocab = self.engine.target.vocab_size
-        tokens = torch.arange(REST_ROWS) % vocab
-        logits = torch.zeros(REST_ROWS, vocab, device=self.engine.target.device)
-        logits[:, 1] = 1.0  # the chain is accepted up to its second token
-        start = time.perf_counter()
-        for _ in range(batch):
-            sampler = Sampler(SamplingParams(), 1, frozenset(), logits.device)
-            tree = TokenTree.chain(tokens)
-            laws = tree_laws(sampler, tree, logits, [0], "match")
-            verify(tree, laws.law, "match", 0, 0)
-        seconds = time.perf_counter() - start
-        return seconds + self._commit(cache, batch)
-
-    def _commit(self, cache: Any, batch: int) -> float:
-        """Seconds of committing two rows that have to be moved, taken back afterwards."""
-        nodes = torch.arange(REST_ROWS) % self.engine.target.vocab_size
-        seen = torch.ones(REST_ROWS, REST_ROWS, dtype=torch.bool).tril()
-        self.engine.append(cache, [nodes] * batch, [nodes] * batch, [seen] * batch)
-        before = list(cache.lengths)
-        seconds = self._seconds(lambda: cache.commit([[0, 2]] * batch))
-        cache.lengths[:] = before
-        return seconds
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """All that the arms read."""
-        layers = (layer for arm in self.arms.values() for layer in arm.feature_layers)
-        return tuple(dict.fromkeys(layers))
-
-    def _seconds(self, run: Callable[[], Any]) -> float:
-        timer = PhaseTimer(self.engine.target.device)
-        with timer.phase("part"):
-            run()
-        return timer.seconds["part"]
-
-    def _cache(self, context: int, batch: int) -> Any:
-        """A cache of P tokens; which ones does not matter."""
-        if (context, batch) not in self._caches:
-            cache = self.engine.new_cache(batch, context + WIDTHS[-1] + 1)
-            if isinstance(cache, StaticCache):
-                cache.lengths[:] = [context] * batch
-            else:
-                target = self.engine.target
-                for part in stretches(target, context):
-                    text = [number % target.vocab_size for number in range(context)][part]
-                    append_text(target, cache, [text] * batch, (), self.engine.append)
-            self._caches[context, batch] = cache
-        return self._caches[context, batch]
-
-
-class _Drafting:
-    """Rounds of one proposer on texts that do not matter."""
-
-    def __init__(self, engine: Engine, proposer: Proposer, batch: int) -> None:
-        self.target, self.proposer, self.batch = engine.target, proposer, batch
-        self.tokens = [number % engine.target.vocab_size for number in range(64)]
-        self.new = len(self.tokens) - 1
-        self.depth = 1
-        timer = PhaseTimer()
-        cache = engine.new_cache(batch, 256)
-        proposer.start(Session(engine.target, cache, batch, timer, "match", list(range(batch))))
-        if isinstance(proposer, HeadProposer):
-            engine.prepare(proposer.drafter)
-        self.round()  # takes in the text
-
-    def limit(self, depth: int, top_k: int) -> None:
-        """What the next rounds draft."""
-        self.depth = depth
-        if isinstance(self.proposer, HeadProposer):
-            size = depth + 1 if top_k == 1 else depth * top_k + 1
-            options = replace(self.proposer.options, shape=None, grown=True, size=size)
-            self.proposer.options = replace(options, depth=depth, top_k=top_k)
-
-    def round(self) -> None:
-        """Absorb what is new, and draft."""
-        target, count = self.target, self.new
-        width = len(self.proposer.feature_layers) * target.hidden_size
-        kind: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
-        features = torch.ones(count, width, **kind) if width else None
-        hidden = torch.ones(count, target.hidden_size, **kind)
-        state = RowState(self.tokens, 1, features, hidden, self.depth, SamplingParams())
-        self.proposer.propose([state] * self.batch)
-        self.tokens = self.tokens + [7] * NEW
-        self.new = NEW
 
 
 def cost_grid(
@@ -242,6 +109,13 @@ def measured_costs(
             table = calibrate_costs(
                 key, grid, calibration.verify, calibration.draft, budget_seconds, calibration.rest
             )
+            absorbing = {
+                (name, positions): calibration.absorb(name, positions)
+                for name in drafting_arms(grid)
+                for positions in ABSORBED
+                if positions <= max(ABSORBED[0], *contexts)
+            }
+        table = replace(table, absorb_points=absorbing)
     finally:
         for name, head in heads.items():
             head.options = own[name]
@@ -270,30 +144,137 @@ def drafters_hash(arms: Mapping[str, Proposer]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def acceptance_hashes(arms: Mapping[str, Proposer]) -> dict[str, str]:
+    """By arm, what tells drafts apart that are not accepted alike: of a head its weights (the first
+    values of each, in bfloat16, as in `drafters.fingerprint`) and how it draws, of copies how they
+    are looked up.
+
+    Args:
+        arms: proposers by name.
+    """
+    found = {}
+    for name, arm in arms.items():
+        parts: list[Any] = [type(arm).__name__]
+        if isinstance(arm, HeadProposer):
+            options = arm.options
+            parts += [arm.draws, options.sharpness, options.draft_temperature]
+            for key, value in arm.drafter.named_parameters():
+                sample = value.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16)
+                parts += [key, tuple(value.shape), sample.tolist()]
+        elif isinstance(arm, DraftModelProposer):
+            parts.append(arm.draft.fingerprint())
+        elif isinstance(arm, NgramProposer):
+            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch]
+        elif isinstance(arm, SuffixProposer):
+            parts += [arm.max_match, arm.factor, arm.offset, arm.min_probability, arm.own_weight]
+        found[name] = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return found
+
+
+def drafting_arms(grid: CostGrid) -> list[str]:
+    """Arms that take in what is committed; those that copy text do not."""
+    return sorted({name for name, _, _ in grid.drafts})
+
+
 def missing(table: CostTable, grid: CostGrid) -> bool:
     """Whether a table lacks something of a grid."""
     points = {(n, p, b) for n in grid.widths for p in grid.contexts for b in grid.batches}
     drafts = {(*draft, b) for draft in grid.drafts for b in grid.batches}
-    return not (points <= table.verify_points.keys() and drafts <= table.draft_points.keys())
+    known = points <= table.verify_points.keys() and drafts <= table.draft_points.keys()
+    absorbing = {name for name, _ in table.absorb_points}
+    return not known or not absorbing >= set(drafting_arms(grid))
 
 
-def auto_proposer(
-    engine: Engine,
-    arms: Mapping[str, Proposer],
-    costs: CostTable,
-    priors: Mapping[str, Sequence[Sequence[float]]] | None = None,
-) -> AdaptiveProposer:
-    """Lets the cost table and the acceptance so far decide how much to draft, and with what.
+class AutoProposer(AdaptiveProposer):
+    """Lets a cost table and the acceptance so far decide how much to draft, and with what.
 
     Args:
-        engine: that will decode.
         arms: proposers by name; heads whose confidence output was calibrated are cut by it.
-        costs: of this engine.
-        priors: by arm, (K, R) rates of acceptance measured beforehand.
+        costs: of the engine that will decode.
+        priors: by arm, what is known beforehand of its acceptance.
+        memory: where what is learnt is kept from run to run; reading it is the caller's.
+
+    Attributes:
+        predicted: of all rounds so far, in which sequences of a batch share the seconds.
     """
-    confident = [name for name, arm in arms.items() if _is_confident(arm)]
-    new = controllers(costs, priors, cut_arms=confident)
-    return AdaptiveProposer(arms, new, costs, confident)
+
+    def __init__(
+        self,
+        arms: Mapping[str, Proposer],
+        costs: CostTable,
+        priors: Mapping[str, Prior] | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        confident = [name for name, arm in arms.items() if _is_confident(arm)]
+        new = controllers(costs, priors, cut_arms=confident)
+        new_batch = batch_controllers(costs, priors, cut_arms=confident)
+        super().__init__(arms, new, costs, confident, new_batch)
+        self.costs, self.priors, self.memory = costs, dict(priors or {}), memory
+        self.predicted = Predicted()
+
+    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
+        """As decided; what is expected of the round is added up."""
+        made, absorbed = self.made.copy(), self.absorbed
+        tokens, seconds = self.expected_tokens, self.expected_seconds
+        trees = super().propose(states)
+        lengths = [len(state.tokens) for state in states if state is not None]
+        rows, tokens = len(lengths), self.expected_tokens - tokens
+        plain = plain_step(self.costs, sum(lengths) / rows, rows)
+        self.predicted += Predicted(
+            sum(
+                count - made[what]
+                for what, count in self.made.items()
+                if what[0] is not None and not self.arms[what[0]].copies
+            ),
+            tokens,
+            (self.expected_seconds - seconds) / rows + self.absorbed - absorbed,
+            tokens / rows * plain.seconds,
+        )
+        return trees
+
+    def keep(self, say: Callable[[str], None]) -> None:
+        """Leave what was learnt to the next run. At the end of one: nothing reads it before.
+
+        Args:
+            say: called with a line if that cannot be done.
+        """
+        if self.memory is None or not self.memory.law.teaches or not self.estimates:
+            return
+        learnt = {name: one.counts() for name, one in self.estimates.items()}
+        self.memory.write(learnt, say)
+
+    def fresh(self) -> AutoProposer:
+        """One with the same arms that has decoded nothing yet."""
+        return AutoProposer(self.proposers, self.costs, self.priors, self.memory)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost table and the acceptance so far say of some rounds.
+
+    Attributes:
+        drafted: sequences whose drafts a network made.
+        tokens: of all sequences.
+        seconds: of the rounds.
+        plain_seconds: of plain decoding for as many tokens.
+    """
+
+    drafted: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def __add__(self, more: Predicted) -> Predicted:
+        """Of both."""
+        return Predicted(
+            *(own + new for own, new in zip(astuple(self), astuple(more), strict=True))
+        )
+
+    def __sub__(self, less: Predicted) -> Predicted:
+        """Of the rounds in between."""
+        return Predicted(
+            *(own - old for own, old in zip(astuple(self), astuple(less), strict=True))
+        )
 
 
 def _is_confident(proposer: Proposer) -> bool:

@@ -222,6 +222,11 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeLayer(self.lengths, capacity, w) for w in windows])
 
     @property
+    def pending(self) -> int:
+        """Rows appended to the first layer and neither committed nor reverted."""
+        return self.layers[0].pending
+
+    @property
     def capacity(self) -> int:
         """Columns allocated in the layer that has most."""
         return max(layer.capacity for layer in self.layers)

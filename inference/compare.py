@@ -21,7 +21,7 @@ from transformers.generation import BaseStreamer, GenerationConfig, LogitsProces
 
 from drafters import TargetModel
 from inference.doubt import NEAR_TIE, gap_below_best
-from inference.engine import Engine
+from inference.engine import EagerEngine, Engine
 from inference.generate import plain_generate
 from inference.processors import Sampler, fresh, own_processors
 from inference.sampling import Processor, SamplingParams
@@ -155,6 +155,45 @@ def reference_text(
         target, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, engine=engine
     )
     return Reference(result.sequences[0], result.seconds["prefill"], result.seconds["total"])
+
+
+def reference_texts(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    samplings: Sequence[SamplingParams],
+    kind: str = "plain",
+    engine: Engine | None = None,
+) -> list[Reference]:
+    """Decode several prompts without drafts: "plain" together, each with an equal share of the
+    time; "generate" one after the other.
+
+    Args:
+        target: the model.
+        prompts: B lists of token ids.
+        max_new_tokens: the most to decode, per prompt.
+        samplings: B; see `reference_text`.
+        kind: one of `REFERENCES`.
+        engine: decodes for "plain"; None is transformers' own cache for one prompt, and the eager
+            engine for several.
+
+    Raises:
+        ValueError: see `reference_text`.
+    """
+    if kind == "generate" or len(prompts) == 1:
+        return [
+            reference_text(target, prompt, max_new_tokens, sampling, kind, engine)
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
+    result = plain_generate(
+        target,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=[fresh(sampling) for sampling in samplings],
+        engine=engine or EagerEngine(target),
+    )
+    prefill, total = (result.seconds[name] / len(prompts) for name in ("prefill", "total"))
+    return [Reference(tokens, prefill, total) for tokens in result.sequences]
 
 
 def check_reference(kind: str, sampling: SamplingParams) -> None:

@@ -20,17 +20,15 @@ of earlier rounds and on the cost table, never on the clock, so that a seed give
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from inference.accounts import Account, Ratio, Remembered
 from inference.schedule import Arm, Choice, RoundCosts, best_choice, menu, plain_step
-from inference.survival import Outcome, SurvivalEstimator
+from inference.survival import NOTHING, Outcome, Prior, SurvivalEstimator
 
 CONTEXT_STEP = 64
 """Seconds are looked up at multiples of so many tokens."""
-CORRECTION = 20.0
-"""Accepted drafts, or rounds of seconds, that a prediction counts for beside what was seen."""
 
 
 @dataclass(frozen=True)
@@ -54,46 +52,6 @@ class ControllerSettings:
     credit: float = 50.0
     margin: float = 0.01
     half_life: float = 64.0
-
-
-@dataclass
-class _Ratio:
-    """How much of what was predicted came about, with a memory of some hundred rounds."""
-
-    predicted: float = 0.0
-    seen: float = 0.0
-
-    def add(self, predicted: float, seen: float) -> None:
-        self.predicted = 0.995 * self.predicted + predicted
-        self.seen = 0.995 * self.seen + seen
-
-    def value(self) -> float:
-        return (CORRECTION + self.seen) / (CORRECTION + self.predicted)
-
-
-@dataclass
-class _Account:
-    """Seconds lost, which may be at most an allowance and a share of those passed."""
-
-    share: float
-    lost: float = 0.0
-
-    def affords(self, seconds: float, allowance: float, passed: float) -> bool:
-        return self.lost + seconds <= allowance + self.share * passed
-
-    def book(self, seconds: float, least: float) -> None:
-        self.lost = max(self.lost + seconds, least)
-
-
-class _Remembered:
-    """A cost table whose last answers are kept: a round asks for the same ones as the last."""
-
-    def __init__(self, costs: RoundCosts) -> None:
-        self.verify = functools.lru_cache(4096)(costs.verify)
-        self.draft = functools.lru_cache(4096)(costs.draft)
-        self.rest = functools.lru_cache(64)(costs.rest)
-        self.widest = functools.lru_cache(64)(costs.widest)
-        self.widths = functools.lru_cache(64)(costs.widths)
 
 
 @dataclass
@@ -123,39 +81,31 @@ class Controller:
     Attributes:
         arms: that may draft.
         costs: of this machine.
-        priors: by arm, (K, R) measured rates, as `inference.rates.Rates.table`.
+        priors: by arm, what is known beforehand.
         settings: how it learns.
         cut_arms: whose drafts are cut by a confidence output after or while they are made.
         estimates: by arm; shared with the controllers of other sequences where that is allowed.
+        offers: what an arm can do, called like `menu`.
     """
 
     arms: Sequence[Arm]
     costs: RoundCosts
-    priors: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    priors: Mapping[str, Prior] = field(default_factory=dict)
     settings: ControllerSettings = field(default_factory=ControllerSettings)
     cut_arms: frozenset[str] = frozenset()
     estimates: dict[str, SurvivalEstimator] = field(default_factory=dict)
+    offers: Callable[..., list[Choice]] = menu
 
     def __post_init__(self) -> None:
         """Nothing is known yet, but what is shared."""
-        if not self.arms or len({arm.name for arm in self.arms}) < len(self.arms):
-            raise ValueError("Controller: arms with a name each are needed, one at least")
-        for name in self.priors:
-            if name not in {arm.name for arm in self.arms}:
-                raise ValueError(f"Controller: priors of {name!r}, which is no arm")
-        for arm in self.arms:
-            self.estimates.setdefault(
-                arm.name,
-                SurvivalEstimator(
-                    arm.depth, arm.top_k, self.priors.get(arm.name), self.settings.half_life
-                ),
-            )
+        add_estimates(self.estimates, self.arms, self.priors, self.settings.half_life)
         self.passed = 0.0
         """Seconds of all rounds, by the cost table."""
-        self._trials = _Account(self.settings.trials)
-        self._losses = _Account(self.settings.losses)
-        self._ratios: dict[tuple, tuple[_Ratio, _Ratio]] = {}
-        self._lookup = _Remembered(self.costs)
+        self._trials = Account(self.settings.trials)
+        self._losses = Account(self.settings.losses)
+        self._ratios: dict[tuple, tuple[Ratio, Ratio]] = {}
+        self._lookup = Remembered(self.costs)
+        self._beyond: dict[str, float] = {}
         self._held: Choice | None = None
         self._last: _Decision | None = None
 
@@ -176,6 +126,7 @@ class Controller:
         batch: float = 1,
         depth: int | None = None,
         limits: Mapping[str, tuple[int, int]] | None = None,
+        behind: Mapping[str, float] | None = None,
     ) -> Choice:
         """What to do in the next round.
 
@@ -185,10 +136,17 @@ class Controller:
             depth: deepest path that makes sense; None if all do.
             limits: by arm the depth and the nodes, root included, that it has in this round; arms
                 that are not named have all of theirs.
+            behind: by arm the seconds that it would need to catch up with the text, once. They are
+                spread over the rounds that it is likely to be used for; a trial, which is one
+                round, has to be worth all of them.
         """
         context = context // CONTEXT_STEP * CONTEXT_STEP
         plain = plain_step(self.costs, context, batch)
-        where = (context, batch, depth, limits or {})
+        late = behind or {}
+        rounds = rounds_ahead(self.settings.half_life, depth)
+        spread = {arm: seconds / rounds for arm, seconds in late.items()}
+        self._beyond = {arm: late[arm] - share for arm, share in spread.items()}
+        where = (context, batch, depth, limits or {}, spread)
         raw = [plain, *self._menus(False, *where)]
         best = best_choice(
             [self._corrected(choice) for choice in raw], self._held, self.settings.margin
@@ -220,13 +178,13 @@ class Controller:
             for outcome in outcomes:
                 self.estimates[choice.arm].observe(outcome)
             rows = max(outcome.size for outcome in outcomes)
-            seconds = last.raw.seconds
+            seconds = last.raw.seconds + self._beyond.get(choice.arm, 0.0)
             seconds += self.costs.verify(rows, last.context, last.batch)
             seconds -= self.costs.verify(choice.size, last.context, last.batch)
             if self._is_corrected(choice):
-                tokens, spent = self._ratios.setdefault(choice.same, (_Ratio(), _Ratio()))
+                tokens, spent = self._ratios.setdefault(choice.same, (Ratio(), Ratio()))
                 tokens.add(last.raw.tokens - 1.0, emitted - 1.0)
-                spent.add(1.0, seconds / last.raw.seconds)
+                spent.add(1.0, (seconds - self._beyond.get(choice.arm, 0.0)) / last.raw.seconds)
         self.passed += seconds
         self._losses.book(seconds - emitted * plain, -self.settings.credit * plain)
         if choice.same != last.best.same:
@@ -245,6 +203,7 @@ class Controller:
         batch: float,
         depth: int | None,
         limits: Mapping[str, tuple[int, int]],
+        spread: Mapping[str, float],
     ) -> list[Choice]:
         """What all arms can do."""
         found = []
@@ -253,7 +212,8 @@ class Controller:
             table = estimate.optimistic() if optimistic else estimate.table()
             deepest, size = limits.get(arm.name, (arm.depth, arm.size))
             deepest = deepest if depth is None else min(deepest, depth)
-            found += menu(arm, table, self._lookup, context, batch, deepest, size)
+            offers = self.offers(arm, table, self._lookup, context, batch, deepest, size)
+            found += later(offers, spread.get(arm.name, 0.0))
         return found
 
     def _is_corrected(self, choice: Choice) -> bool:
@@ -275,7 +235,9 @@ class Controller:
         """Whether it could fail without losing too much against plain decoding."""
         allowance = self.settings.allowance * plain.seconds
         return choice.arm is None or self._losses.affords(
-            choice.seconds - plain.seconds, allowance, self.passed
+            choice.seconds + self._beyond.get(choice.arm, 0.0) - plain.seconds,
+            allowance,
+            self.passed,
         )
 
     def _may_try(self, best: Choice, plain: Choice) -> bool:
@@ -301,14 +263,63 @@ class Controller:
         tried = best_choice(promising)
         expected = self._corrected(raw[tried.same])
         loss = expected.seconds - expected.tokens / best.rate
+        if tried.arm is not None and tried.arm != best.arm:
+            loss += self._beyond.get(tried.arm, 0.0)
         if self._safe(tried, plain) and self._trials.affords(loss, allowance, self.passed):
             return expected
         return best
 
 
+def add_estimates(
+    estimates: dict[str, SurvivalEstimator],
+    arms: Sequence[Arm],
+    priors: Mapping[str, Prior],
+    half_life: float,
+) -> None:
+    """An estimate for each arm that has none.
+
+    Args:
+        estimates: by arm, added to.
+        arms: that may draft.
+        priors: by arm, what is known beforehand.
+        half_life: see `SurvivalEstimator`.
+
+    Raises:
+        ValueError: no arms, two of one name, or priors of none of them.
+    """
+    if not arms or len({arm.name for arm in arms}) < len(arms):
+        raise ValueError("Controller: arms with a name each are needed, one at least")
+    for name in priors:
+        if name not in {arm.name for arm in arms}:
+            raise ValueError(f"Controller: priors of {name!r}, which is no arm")
+    for arm in arms:
+        if arm.name not in estimates:
+            estimates[arm.name] = SurvivalEstimator(
+                arm.depth, arm.top_k, priors.get(arm.name, NOTHING), half_life
+            )
+
+
+def rounds_ahead(half_life: float, depth: int | None) -> float:
+    """Rounds that an arm is likely to be used for once it is: as long as a passage is remembered,
+    or to the end of the text.
+
+    Args:
+        half_life: of what is remembered of a passage.
+        depth: tokens that the text has left; None if it is not known to end.
+    """
+    return half_life if depth is None else min(half_life, depth + 1.0)
+
+
+def later(choices: Sequence[Choice], seconds: float) -> list[Choice]:
+    """The same choices, each taking so much longer."""
+    if not seconds:
+        return list(choices)
+    return [replace(choice, seconds=choice.seconds + seconds) for choice in choices]
+
+
 def controllers(
     costs: RoundCosts,
-    priors: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    priors: Mapping[str, Prior] | None = None,
     settings: ControllerSettings | None = None,
     cut_arms: Collection[str] = (),
 ) -> Callable[[Sequence[Arm], dict[str, SurvivalEstimator]], Controller]:

@@ -112,6 +112,8 @@ class CostTable:
         rest_points: B -> seconds of everything else.
         buckets: widths that are really run: N rows cost what the next of them costs. Empty if any
             width is run as it is.
+        absorb_points: (proposer, n) -> seconds of taking in n committed positions more than a round
+            has, as one does that was idle, or at the start of a text.
 
     Raises:
         ValueError: points that are none.
@@ -122,6 +124,7 @@ class CostTable:
     draft_points: Mapping[tuple[str, int, int, int], float] = field(default_factory=dict)
     rest_points: Mapping[int, float] = field(default_factory=lambda: {1: 0.0})
     buckets: tuple[int, ...] = ()
+    absorb_points: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse tables with holes."""
@@ -195,6 +198,16 @@ class CostTable:
 
         return _between(batches, batch, at_batch)
 
+    def absorb(self, name: str, positions: int) -> float:
+        """Seconds of taking in so many committed positions more than a round has.
+
+        Args:
+            name: of the proposer.
+            positions: of one sequence.
+        """
+        points = self._absorb.get(name)
+        return 0.0 if points is None else _between(points, positions)
+
     def rest(self, batch: float = 1) -> float:
         """Seconds of everything else in a round of B sequences."""
         return _between(dict(sorted(self.rest_points.items())), batch)
@@ -231,9 +244,23 @@ class CostTable:
                     cells = " ".join(f"{d}:{1000 * seconds:.2f}" for d, seconds in depths.items())
                     found.append(f"draft {name}, batch {batch}, width {width}, by depth: {cells}")
         rest = " ".join(f"{b}:{1000 * s:.2f}" for b, s in sorted(self.rest_points.items()))
+        for (name, positions), seconds in sorted(self.absorb_points.items()):
+            found.append(f"absorb {name}, {positions} positions: {1000 * seconds:.2f}")
         return [*found, f"rest of a round, by batch: {rest}"]
 
     # On disk ------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved."""
+        return {
+            "format": FORMAT,
+            "key": asdict(self.key),
+            "verify": [[*point, seconds] for point, seconds in sorted(self.verify_points.items())],
+            "draft": [[*point, seconds] for point, seconds in sorted(self.draft_points.items())],
+            "rest": sorted(self.rest_points.items()),
+            "buckets": list(self.buckets),
+            "absorb": [[*point, seconds] for point, seconds in sorted(self.absorb_points.items())],
+        }
 
     def save(self, path: Path) -> None:
         """Write it; a reader sees the old table or the new one, never a part of one.
@@ -242,17 +269,9 @@ class CostTable:
             path: of the file, or of the head's folder.
         """
         path = costs_path(path)
-        record = {
-            "format": FORMAT,
-            "key": asdict(self.key),
-            "verify": [[*point, seconds] for point, seconds in sorted(self.verify_points.items())],
-            "draft": [[*point, seconds] for point, seconds in sorted(self.draft_points.items())],
-            "rest": sorted(self.rest_points.items()),
-            "buckets": list(self.buckets),
-        }
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            fresh.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            fresh.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
             os.replace(fresh, path)
         except OSError as error:
             raise ValueError(
@@ -280,6 +299,7 @@ class CostTable:
                 {(str(a), int(d), int(n), int(b)): float(s) for a, d, n, b, s in found["draft"]},
                 {int(batch): float(seconds) for batch, seconds in found["rest"]},
                 tuple(int(width) for width in found["buckets"]),
+                {(str(a), int(n)): float(s) for a, n, s in found.get("absorb", [])},
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"costs: {path} holds no cost table ({error}): calibrate") from error
@@ -294,6 +314,14 @@ class CostTable:
             self.verify_points.items(), key=lambda item: item[0][::-1]
         ):
             found.setdefault(batch, {}).setdefault(context, {})[width] = seconds
+        return found
+
+    @cached_property
+    def _absorb(self) -> dict[str, dict[int, float]]:
+        """By proposer and positions, in order; none take no time."""
+        found: dict[str, dict[int, float]] = {}
+        for (name, positions), seconds in sorted(self.absorb_points.items()):
+            found.setdefault(name, {0: 0.0})[positions] = seconds
         return found
 
     @cached_property

@@ -38,6 +38,8 @@ class Round:
         next_token: the recovered or bonus token, or None if the text ended before it.
         all_accepted: the walk ended at a leaf, so ``next_token`` is a bonus rather than a recovered
             token.
+        chances: per node the target's probability of its token behind its parent, under the law
+            that decided; None for the root and where it was not asked. None unless traced.
     """
 
     row: int
@@ -45,6 +47,15 @@ class Round:
     accepted: list[int]
     next_token: int | None
     all_accepted: bool
+    chances: list[float | None] | None = None
+
+    @property
+    def path(self) -> list[int]:
+        """The accepted nodes, from the root down, without it."""
+        nodes = [0]
+        for token in self.accepted:
+            nodes.append(_child(self.tree, nodes[-1], token))
+        return nodes[1:]
 
     @property
     def emitted(self) -> list[int]:
@@ -60,11 +71,13 @@ class Keep:
         scores: the scores it was chosen by, after processors and warpers, as `generate`'s.
         logprobs: its log-probability under the target's own logits.
         logits: the target's own logits.
+        chances: not of emitted tokens but of all that were drafted: `Round.chances`.
     """
 
     scores: bool = False
     logprobs: bool = False
     logits: bool = False
+    chances: bool = False
 
 
 @dataclass
@@ -83,6 +96,7 @@ class Text:
         scores: (V,) per emitted token, if kept.
         logprobs: per emitted token, if kept.
         logits: (V,) per emitted token, if kept.
+        chances: of the nodes of the last round, if kept.
     """
 
     tokens: list[int]
@@ -96,6 +110,7 @@ class Text:
     scores: list[Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    chances: list[float | None] | None = None
 
     @property
     def running(self) -> bool:
@@ -136,6 +151,8 @@ class Text:
             emitted.append(verdict.next_token)
         for token, node in zip(emitted, [0, *verdict.path], strict=False):
             self.record(token, laws.scores[node], logits[node])
+        if self.keep.chances:
+            self.chances = laws.chances()
         self.tokens += emitted
         if verdict.next_token is not None:
             self.reason = self.stopper.ended(self.tokens)
@@ -188,7 +205,7 @@ class Decoding:
         room = min(max(sequence.limit for sequence in sequences) - longest, 4 * BLOCK)
         cache = engine.new_cache(len(sequences), longest + room + 64)
         live = list(range(len(sequences)))
-        self.session = Session(engine.target, cache, len(sequences), timer, rule, live)
+        self.session = Session(engine, cache, len(sequences), timer, rule, live)
         self.stats = AcceptanceStats()
         self.forwards = 0
         proposer.start(self.session)
@@ -267,9 +284,10 @@ class Decoding:
     def _record(self, row: int, tree: TokenTree, verdict: Verdict) -> Round:
         accepted = [tree.token(node) for node in verdict.path]
         emitted = len(accepted) + (verdict.next_token is not None)
-        self.stats.add_round(int(tree.depths.max()), tree.num_draft_tokens, len(accepted), emitted)
+        self.stats.add_round(tree.depth, tree.num_draft_tokens, len(accepted), emitted)
         leaf = verdict.path[-1] if verdict.path else 0
-        return Round(row, tree, accepted, verdict.next_token, not tree.children(leaf))
+        bonus, chances = not tree.children(leaf), self.sequences[row].chances
+        return Round(row, tree, accepted, verdict.next_token, bonus, chances)
 
     def _drop_ended(self) -> None:
         """Take sequences that have ended out of the batch: they cost nothing any more."""

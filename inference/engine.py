@@ -35,7 +35,9 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self, batch_size: int, capacity: int) -> Any:
-        """An empty cache: `lengths`, `pending` rows, `commit`, `revert`, `select`, `release`."""
+        """An empty cache: `lengths`, `pending` rows, `capacity`, `commit`, `arrange`, `revert`,
+        `select`, `release`.
+        """
 
     @abstractmethod
     def append(
@@ -50,21 +52,20 @@ class Engine(ABC):
         run_layers: Collection[int] | None = None,
         entering: Tensor | None = None,
     ) -> TargetOutput:
-        """Run rows behind what is committed and pending; they stay pending.
+        """What `append_rows` does, by this engine.
 
         Args:
             cache: of this engine.
-            tokens: B lists of F_b token ids, at least one of them not empty.
-            depths: B lists of the m + F_b distances from the last committed position plus one,
-                pending rows first.
-            seen: B matrices (F_b, m + F_b) of who attends to whom.
-            feature_layers: as in `TargetModel.forward`, as are the following.
-            logits_to_keep: places among the F padded rows.
+            tokens: B lists of F_b token ids; as in `append_rows`, as are the following.
+            depths: B lists (m + F_b,).
+            seen: B matrices (F_b, m + F_b).
+            feature_layers: indices of ``hidden_states``.
+            logits_to_keep: of the F padded rows.
             run_layers: None runs all.
             entering: (B, F, D).
 
         Returns:
-            Of the F rows. What stands behind a sequence's own F_b is padding.
+            Of the F padded rows.
         """
 
     @contextmanager
@@ -88,6 +89,14 @@ class Engine(ABC):
             drafter: attached head.
         """
         return None
+
+    @abstractmethod
+    def beside(self, model: TargetModel) -> Engine:
+        """What runs a draft model: an engine like this one, made once and closed with it.
+
+        Args:
+            model: that drafts for the target; the target itself shares the target's engine.
+        """
 
     def close(self) -> None:
         """Leave the target as it was before the engine."""
@@ -113,3 +122,7 @@ class EagerEngine(Engine):
     ) -> TargetOutput:
         """By `append_rows`."""
         return append_rows(self.target, cache, tokens, depths, seen, **options)
+
+    def beside(self, model: TargetModel) -> EagerEngine:
+        """Nothing is kept of it."""
+        return self if model is self.target else EagerEngine(model)

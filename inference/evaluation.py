@@ -1,22 +1,20 @@
-"""Measuring a proposer: how much is accepted, how fast it is, and whether the output is unchanged.
+"""Measuring proposers: how much is accepted, how fast it is, and whether the output is unchanged.
 
-Each batch of prompts is decoded by the reference (plain decoding, or transformers' `generate`) and
-then speculatively, so that noise of the machine hits both alike.
+Several ways of decoding ("cells": a proposer, a rule, sampling parameters) are measured on the same
+prompts. Each batch of prompts is decoded by the reference (plain decoding, or transformers'
+`generate`), once for all cells that sample alike, and then by one cell after the other, so that
+noise of the machine hits all alike. Conversations go on turn after turn, with the reference's
+answers in the history, so that all cells are asked the same; without a reference with their own.
+What the numbers mean is said in `inference.evaluation_report`.
 
-Conventions. The token of the prefill belongs to no round. The last round of a text is included and
-counts only tokens that reached the text. Acceptance length is pooled over all rounds; the mean of
-the per-request means, which gives short texts more weight, is beside it. Speeds are those of the
-decoding phase, after the prefill, unless they say otherwise.
-
-Letters: B batch.
+Letters: B batch, N tree nodes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from tqdm.auto import tqdm
 
@@ -26,143 +24,38 @@ from inference.compare import (
     Reference,
     check_reference,
     explain_difference,
-    reference_text,
+    reference_texts,
 )
 from inference.confidence import JudgedDrafts
+from inference.counts import RoundCounts
 from inference.engine import Engine
+from inference.engines import DeviceEngine
+from inference.evaluation_report import Prompt, Report, Request
 from inference.generate import Round, speculative_generate
+from inference.pieces import node_pieces
 from inference.processors import fresh
 from inference.proposers.base import Proposer
+from inference.run_records import RoundRecord, Trace
 from inference.sampling import SamplingParams
-from inference.stats import AcceptanceStats
 from inference.verify import SAME_TOKENS
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """What to decode.
-
-    Attributes:
-        ids: token ids.
-        category: the group it is reported in.
-        id: recorded with the results.
-    """
-
-    ids: list[int]
-    category: str = "all"
-    id: str = ""
+__all__ = ["Cell", "Prompt", "Report", "Request", "measure", "measure_cells", "request_seed"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt, measured.
+class Cell:
+    """A way of decoding.
 
     Attributes:
-        prompt: what was decoded.
-        tokens: new tokens.
-        emitted: how many of them each round gave.
-        stats: acceptance over the rounds.
-        judged: what a confidence output predicted, and what happened; empty without one.
-        seconds: "prefill", "target", "draft", and "total" of the decoding; in a batch, an equal
-            share of its time.
-        reference: None if none was asked for.
-        difference: from the reference, where the same tokens were promised.
+        proposer: where drafts come from; each cell has one of its own.
+        rule: of acceptance. At a temperature only those of `SAME_TOKENS` promise the tokens and not
+            the law alone; with others the texts are not compared.
+        sampling: of every prompt, each with a seed of its own (`request_seed`).
     """
 
-    prompt: Prompt
-    tokens: list[int]
-    emitted: list[int]
-    stats: AcceptanceStats
-    judged: JudgedDrafts
-    seconds: dict[str, float]
-    reference: Reference | None
-    difference: Difference | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `measure` found.
-
-    Attributes:
-        greedy: the temperature was 0.
-        comparable: there was a reference, and the rule promises its very tokens.
-        batch_size: prompts decoded together.
-        skipped: prompts too long for the target.
-        requests: the others, in the order of decoding.
-    """
-
-    greedy: bool
-    comparable: bool
-    batch_size: int
-    skipped: list[Prompt]
-    requests: list[Request] = field(default_factory=list)
-
-    @property
-    def identical(self) -> bool | None:
-        """Whether every text equals the reference's but for near ties; None if not compared."""
-        if not self.comparable:
-            return None
-        found = [r.difference for r in self.requests if r.difference is not None]
-        return all(difference.near_tie for difference in found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for a JSON line, in total and by category."""
-        categories = dict.fromkeys(request.prompt.category for request in self.requests)
-        differences = [
-            {"id": r.prompt.id, **asdict(r.difference), "near_tie": r.difference.near_tie}
-            for r in self.requests
-            if r.difference is not None
-        ]
-        return {
-            **self.summary(),
-            "identical": self.identical,
-            "greedy_identical": self.identical if self.greedy else None,
-            "near_ties": sum(difference["near_tie"] for difference in differences),
-            "differences": differences,
-            "num_skipped": len(self.skipped),
-            "batch_size": self.batch_size,
-            "by_category": {category: self.summary(category) for category in categories},
-        }
-
-    def summary(self, category: str | None = None) -> dict[str, Any]:
-        """Acceptance and speed of one category, or of all."""
-        requests = [r for r in self.requests if category in (None, r.prompt.category)]
-        stats = reduce(AcceptanceStats.merge, (r.stats for r in requests), AcceptanceStats())
-        judged = reduce(JudgedDrafts.merge, (r.judged for r in requests), JudgedDrafts())
-        means = [r.stats.acceptance_length for r in requests if r.stats.num_drafts]
-        return {
-            **stats.to_dict(),
-            "acceptance_length_per_request": _ratio(sum(means), len(means)),
-            **judged.to_dict(),
-            "num_prompts": len(requests),
-            **self._speed(requests),
-        }
-
-    def _speed(self, requests: list[Request]) -> dict[str, Any]:
-        seconds = {
-            name: sum(request.seconds.get(name, 0.0) for request in requests)
-            for name in ("prefill", "target", "draft", "total")
-        }
-        seconds["other"] = seconds["total"] - seconds["target"] - seconds["draft"]
-        tokens = sum(len(request.tokens) for request in requests)
-        first = len(requests)  # tokens that the prefill gave
-        fast = _ratio(tokens - first, seconds["total"])
-        fast_whole = _ratio(tokens, seconds["total"] + seconds["prefill"])
-        texts = [request.reference for request in requests if request.reference is not None]
-        decoding = sum(text.decoding for text in texts)
-        prefill = sum(text.prefill for text in texts)
-        plain_tokens = sum(len(text.tokens) for text in texts)
-        plain = _ratio(plain_tokens - len(texts), decoding)
-        plain_whole = _ratio(plain_tokens, decoding + prefill)
-        alone = self.batch_size == 1  # the reference runs alone: a batch would compare unlikes
-        return {
-            "tokens_per_second": fast,
-            "plain_tokens_per_second": plain,
-            "speedup": _ratio(fast, plain) if alone else None,
-            "speedup_with_prefill": _ratio(fast_whole, plain_whole) if alone else None,
-            "seconds": seconds,
-            "other_share": _ratio(seconds["other"], seconds["total"]),
-        }
+    proposer: Proposer
+    rule: str = "match"
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 def measure(
@@ -178,133 +71,274 @@ def measure(
     progress: bool = False,
     engine: Engine | None = None,
 ) -> Report:
-    """Decode every prompt speculatively, and by a reference to compare with.
+    """Decode every prompt in one way; see `measure_cells`, whose arguments these are."""
+    (report,) = measure_cells(
+        target,
+        [Cell(proposer, rule, sampling or SamplingParams())],
+        prompts,
+        max_new_tokens=max_new_tokens,
+        compare=compare,
+        batch_size=batch_size,
+        progress=progress,
+        engine=engine,
+    )
+    return report
+
+
+def measure_cells(
+    target: TargetModel,
+    cells: Sequence[Cell],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    compare: str | None = "plain",
+    batch_size: int = 1,
+    progress: bool = False,
+    engine: Engine | None = None,
+    trace: int = 0,
+) -> list[Report]:
+    """Decode every prompt in every way, and by a reference to compare with.
 
     Args:
         target: the model.
-        proposer: where drafts come from.
-        prompts: those that do not fit the target's positions are skipped and counted.
-        max_new_tokens: per prompt.
-        sampling: None is greedy.
-        rule: of acceptance. At a temperature only those of `SAME_TOKENS` promise the tokens and not
-            the law alone; with others the texts are not compared.
+        cells: ways of decoding.
+        prompts: those that do not fit the target's positions are skipped and counted, as are later
+            turns that no longer do.
+        max_new_tokens: per turn.
         compare: "plain", "generate" (greedy only), or None for no reference.
-        batch_size: B, prompts of one category decoded together.
+        batch_size: B, prompts of one category decoded together, by the reference "plain" too.
         progress: show a progress bar on a terminal.
         engine: runs the target, for "plain" references too; None is "eager".
+        trace: the first so many turns of each cell keep their trees, with the target's and the
+            draft's chance of every node.
+
+    Returns:
+        One report per cell.
 
     Raises:
         ValueError: no prompt is left, or an argument is out of range.
     """
-    run = _Measurement(
-        target, proposer, max_new_tokens, sampling or SamplingParams(), rule, compare, engine
-    )
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    fits = [target.has_room(len(prompt.ids), max_new_tokens) for prompt in prompts]
+    run = _Measurement(target, max_new_tokens, compare, batch_size, engine, trace)
+    fits = [run.has_room(prompt) for prompt in prompts]
     fitting = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
     if not fitting:
         raise ValueError(
             f"prompts: none of {len(prompts)} leaves room for max_new_tokens={max_new_tokens} in "
             f"the target's {target.max_length} positions; lower it or give shorter prompts"
         )
-    report = Report(
-        greedy=run.sampling.temperature == 0,
-        comparable=run.comparable,
-        batch_size=batch_size,
-        skipped=[prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit],
-    )
-    run.warm_up(fitting[0])
+    groups = run.groups(cells)
+    for group in groups:
+        replace(run, max_new_tokens=min(4, max_new_tokens), trace=0).conversation(
+            group, [replace(fitting[0], follow=None)]
+        )  # not measured: first calls are slow
+        for one in group.members:
+            one.report.requests.clear()
+            long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
+            one.report.skipped.extend(long)
     with tqdm(total=len(fitting), unit="prompt", disable=None if progress else True) as bar:
         for batch in _batches(fitting, batch_size):
-            report.requests.extend(run.batch(batch))
+            for group in groups:
+                run.conversation(group, batch)
             bar.update(len(batch))
-    return report
+    members = sorted((one for group in groups for one in group.members), key=lambda one: one.number)
+    return [one.report for one in members]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A cell, its place, and what was found so far."""
+
+    number: int
+    cell: Cell
+    report: Report
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Cells that are asked the same and share references."""
+
+    sampling: SamplingParams
+    members: list[_Member]
 
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The arguments that all batches of one `measure` share."""
+    """The arguments that all batches share."""
 
     target: TargetModel
-    proposer: Proposer
     max_new_tokens: int
-    sampling: SamplingParams
-    rule: str
     compare: str | None
+    batch_size: int
     engine: Engine | None
+    trace: int
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.compare is not None:
-            check_reference(self.compare, self.sampling)
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    @property
-    def comparable(self) -> bool:
-        """Whether the reference's very tokens are promised."""
-        promised = self.sampling.temperature == 0 or self.rule in SAME_TOKENS
-        return promised and self.compare is not None
+    def has_room(self, prompt: Prompt) -> bool:
+        """Whether it fits the target's positions."""
+        return self.target.has_room(len(prompt.ids), self.max_new_tokens)
 
-    def warm_up(self, prompt: Prompt) -> None:
-        """A few tokens that are not measured: first calls are slow."""
-        replace(self, max_new_tokens=min(4, self.max_new_tokens)).batch([prompt])
+    def groups(self, cells: Sequence[Cell]) -> list[_Group]:
+        """Cells that sample alike share references; without any each goes its own way."""
+        groups: list[_Group] = []
+        for number, cell in enumerate(cells):
+            if self.compare is not None:
+                check_reference(self.compare, cell.sampling)
+            greedy = cell.sampling.temperature == 0
+            promised = greedy or cell.rule in SAME_TOKENS
+            fair = self.batch_size == 1 or self.compare == "plain"
+            comparable = promised and self.compare is not None
+            report = Report(greedy, comparable, self.batch_size, [], fair=fair)
+            alike = (
+                group
+                for group in groups
+                if self.compare is not None and group.sampling == cell.sampling
+            )
+            group = next(alike, None)
+            if group is None:
+                group = _Group(cell.sampling, [])
+                groups.append(group)
+            group.members.append(_Member(number, cell, report))
+        return groups
 
-    def batch(self, prompts: list[Prompt]) -> list[Request]:
-        """Measure one batch: the reference first, then the drafts."""
-        references = [self.reference(prompt) for prompt in prompts]
+    def conversation(self, group: _Group, prompts: list[Prompt]) -> None:
+        """Measure one batch, turn after turn: the reference first, then the cells."""
+        while prompts:
+            samplings = [_of_request(group.sampling, prompt) for prompt in prompts]
+            references = self.references(prompts, samplings)
+            for member in group.members:
+                found = self.batch(member, prompts, samplings, references)
+                member.report.requests.extend(found)
+            if references[0] is not None:
+                answers = [one.tokens for one in references if one is not None]
+            else:
+                answers = [request.tokens for request in found]  # the only member's
+            asked = [
+                prompt.follow(answer)
+                for prompt, answer in zip(prompts, answers, strict=True)
+                if prompt.follow is not None
+            ]
+            prompts = [prompt for prompt in asked if self.has_room(prompt)]
+            for member in group.members:
+                member.report.skipped.extend(one for one in asked if not self.has_room(one))
+
+    def references(
+        self, prompts: list[Prompt], samplings: list[SamplingParams]
+    ) -> Sequence[Reference | None]:
+        """Decode without drafts."""
+        if self.compare is None:
+            return [None] * len(prompts)
+        ids = [prompt.ids for prompt in prompts]
+        return reference_texts(
+            self.target, ids, self.max_new_tokens, samplings, self.compare, self.engine
+        )
+
+    def batch(
+        self,
+        member: _Member,
+        prompts: list[Prompt],
+        samplings: list[SamplingParams],
+        references: Sequence[Reference | None],
+    ) -> list[Request]:
+        """Measure one turn of one batch in one way."""
+        counts: list[list[RoundCounts]] = [[] for _ in prompts]
         rounds: list[list[Round]] = [[] for _ in prompts]
+        left = max(0, self.trace - len(member.report.requests))
+        trees = not isinstance(self.engine, DeviceEngine)  # that one keeps them to itself
         result = speculative_generate(
             self.target,
-            self.proposer,
+            member.cell.proposer,
             [prompt.ids for prompt in prompts],
             max_new_tokens=self.max_new_tokens,
-            sampling=[fresh(self.sampling) for _ in prompts],
-            rule=self.rule,
+            sampling=[fresh(one) for one in samplings],
+            rule=member.cell.rule,
             engine=self.engine,
-            on_round=lambda done: rounds[done.row].append(done),
+            on_counts=lambda done: counts[done.row].append(done),
+            on_round=(lambda done: rounds[done.row].append(done)) if trees else None,
+            trace=range(min(left, len(prompts))) if trees else (),
         )
         seconds = {name: value / len(prompts) for name, value in result.seconds.items()}
         return [
             Request(
                 prompt,
                 tokens,
-                [len(done.emitted) for done in mine],
-                _count(mine),
-                _judge(mine),
+                self.records(member.number, prompt, mine, drafted),
+                _judge(drafted),
                 seconds,
                 reference,
-                self.difference(prompt, reference, tokens),
+                self.difference(member, prompt, sampling, reference, tokens),
             )
-            for prompt, tokens, mine, reference in zip(
-                prompts, result.sequences, rounds, references, strict=True
+            for prompt, tokens, mine, drafted, sampling, reference in zip(
+                prompts, result.sequences, counts, rounds, samplings, references, strict=True
             )
         ]
 
     def difference(
-        self, prompt: Prompt, reference: Reference | None, tokens: list[int]
+        self,
+        member: _Member,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        reference: Reference | None,
+        tokens: list[int],
     ) -> Difference | None:
         """From the reference, if its tokens are promised."""
-        if reference is None or not self.comparable:
+        if reference is None or not member.report.comparable:
             return None
-        return explain_difference(self.target, prompt.ids, reference.tokens, tokens, self.sampling)
+        return explain_difference(self.target, prompt.ids, reference.tokens, tokens, sampling)
 
-    def reference(self, prompt: Prompt) -> Reference | None:
-        """Decode without drafts."""
-        if self.compare is None:
+    def records(
+        self, cell: int, prompt: Prompt, counts: list[RoundCounts], rounds: list[Round]
+    ) -> list[RoundRecord]:
+        """Lines of a run's records; of an engine that keeps its trees, without traces."""
+        traces = [self.traced(done) for done in rounds] or [None] * len(counts)
+        return [
+            RoundRecord(
+                cell=cell,
+                id=prompt.id,
+                turn=prompt.turn,
+                round=number,
+                context=done.context,
+                draft_tokens=done.draft_tokens,
+                depth=done.depth,
+                width=done.width,
+                accepted=done.accepted,
+                emitted=list(done.emitted),
+                ended=done.ended,
+                trace=trace,
+            )
+            for number, (done, trace) in enumerate(zip(counts, traces, strict=True))
+        ]
+
+    def traced(self, done: Round) -> Trace | None:
+        """The tree of a round, if it was asked for."""
+        if done.chances is None:
             return None
-        return reference_text(
-            self.target, prompt.ids, self.max_new_tokens, self.sampling, self.compare, self.engine
-        )
+        tokens, parents = done.tree.tokens.tolist(), done.tree.parents.tolist()
+        pieces = node_pieces(self.target.tokenizer, tokens, parents)
+        drafted = done.tree.draft_chances()
+        return Trace(tokens, pieces, parents, done.path, done.chances, drafted)
 
 
-def _count(rounds: list[Round]) -> AcceptanceStats:
-    stats = AcceptanceStats()
-    for done in rounds:
-        tree = done.tree
-        depth = int(tree.depths.max())
-        stats.add_round(depth, tree.num_draft_tokens, len(done.accepted), len(done.emitted))
-    return stats
+def request_seed(seed: int, prompt: Prompt) -> int:
+    """A seed for one turn of one prompt.
+
+    Noise is a function of seed and position, so with one seed for all prompts their draws would go
+    together and a mean over them would say less than it seems to. Where a prompt has no id, all
+    such prompts share a seed.
+
+    Args:
+        seed: of the measurement.
+        prompt: whose id and turn decide.
+    """
+    text = f"{seed}/{prompt.id}/{prompt.turn}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def _of_request(sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+    return replace(sampling, seed=request_seed(sampling.seed, prompt))
 
 
 def _judge(rounds: list[Round]) -> JudgedDrafts:
@@ -324,7 +358,3 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
         for group in groups.values()
         for start in range(0, len(group), size)
     ]
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None

@@ -10,9 +10,8 @@ Legend: B sequences, n new tokens, V vocabulary.
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,22 +20,22 @@ from transformers import DynamicCache
 from drafters import TargetModel
 from inference.append import append_prompts
 from inference.cache import BLOCK
-from inference.copies import apart
+from inference.counts import RoundCounts, counts_of
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.engine import EagerEngine, Engine
 from inference.lossy import LossyWarning
-from inference.processors import Sampler, check_processors
 from inference.proposers.base import Proposer
 from inference.proposers.heads import HeadProposer
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine, device_generate
 from inference.stats import AcceptanceStats
-from inference.stopping import Stop, Stopper
+from inference.stopping import Stop
 from inference.support import check_tree_support
+from inference.texts import new_texts
 from inference.timing import PhaseTimer
 from inference.verify import ALL_RULES, LOSSY_RULES
 
-__all__ = ["Generation", "Round", "check_lengths", "plain_generate", "speculative_generate"]
+__all__ = ["Generation", "Round", "plain_generate", "speculative_generate"]
 
 
 @dataclass
@@ -70,9 +69,9 @@ class Generation:
     logits: list[Tensor] = field(default_factory=list)
 
 
-T = TypeVar("T")
 OnRound = Callable[[Round], None]
 OnToken = Callable[[int, list[int]], None]
+OnCounts = Callable[[RoundCounts], None]
 
 
 @torch.inference_mode()
@@ -88,10 +87,12 @@ def speculative_generate(
     engine: Engine | None = None,
     on_round: OnRound | None = None,
     on_token: OnToken | None = None,
+    on_counts: OnCounts | None = None,
     output_scores: bool = False,
     output_logprobs: bool = False,
     output_logits: bool = False,
     record_rounds: bool = False,
+    trace: Collection[int] = (),
 ) -> Generation:
     """Decode with drafts.
 
@@ -112,11 +113,14 @@ def speculative_generate(
         engine: runs the target (`inference.engines.build_engine`); None is "eager".
         on_round: called after every round of every sequence.
         on_token: called with (row, new tokens) as soon as they are known: once with the token of
-            the prefill, then with those of each round, before `on_round`.
+            the prefill, then with those of each round, before `on_counts` and `on_round`.
+        on_counts: called after every round of every sequence with its numbers, which all engines
+            have; `on_round` needs trees on the host.
         output_scores: fill `Generation.scores`.
         output_logprobs: fill `Generation.logprobs`.
         output_logits: fill `Generation.logits`.
         record_rounds: fill `Generation.rounds`.
+        trace: sequences whose rounds carry the target's chance of every drafted token.
 
     Raises:
         ValueError: empty prompt, no room within the target's positions, unknown rule, unsupported
@@ -124,21 +128,28 @@ def speculative_generate(
     """
     _check_drafts(proposer, rule)
     keep = Keep(output_scores, output_logprobs, output_logits)
-    texts = _texts(target, prompts, max_new_tokens, sampling, stop, keep, rule)
+    texts = new_texts(target, prompts, max_new_tokens, sampling, stop, keep, rule)
     if rule in LOSSY_RULES:
         warnings.warn(f"rule {rule!r} changes the target's output", LossyWarning, stacklevel=3)
     timer, engine = PhaseTimer(target.device), _engine(target, engine)
     if isinstance(proposer, HeadProposer):
         engine.prepare(proposer.drafter)
     if isinstance(engine, DeviceEngine):
-        if record_rounds or on_round is not None:
+        if record_rounds or on_round is not None or trace:
             raise ValueError(
-                "record_rounds, on_round: engine 'device' keeps no trees; use 'packed'"
+                "record_rounds, on_round, trace: engine 'device' keeps no trees; use on_counts, or "
+                "engine 'packed'"
             )
-        return _on_device(engine, proposer, texts, rule, timer, on_token)
+        return _on_device(engine, proposer, texts, rule, timer, on_token, on_counts)
     check_tree_support(engine)
+    _keep_chances(texts, trace)
     loop = Decoding(engine, proposer, texts, rule, timer)
-    return _by_host(loop, timer, on_round, on_token, record_rounds)
+    return _by_host(loop, timer, on_round, on_token, on_counts, record_rounds)
+
+
+def _keep_chances(texts: list[Text], rows: Collection[int]) -> None:
+    for row in rows:
+        texts[row].keep = replace(texts[row].keep, chances=True)
 
 
 def _by_host(
@@ -146,6 +157,7 @@ def _by_host(
     timer: PhaseTimer,
     on_round: OnRound | None,
     on_token: OnToken | None,
+    on_counts: OnCounts | None,
     record: bool,
 ) -> Generation:
     """Rounds that the host walks through; arguments as in `speculative_generate`."""
@@ -155,13 +167,17 @@ def _by_host(
     if on_token is not None:
         for row, text in enumerate(loop.sequences):
             on_token(row, text.tokens[-1:])
-    rounds = _all_rounds(loop, on_round, on_token, record)
+    rounds = _all_rounds(loop, on_round, on_token, on_counts, record)
     seconds = {**timer.seconds, "total": time.perf_counter() - start}
     return _generation(loop.sequences, loop.stats, seconds, loop.forwards, rounds)
 
 
 def _all_rounds(
-    loop: Decoding, on_round: OnRound | None, on_token: OnToken | None, record: bool
+    loop: Decoding,
+    on_round: OnRound | None,
+    on_token: OnToken | None,
+    on_counts: OnCounts | None,
+    record: bool,
 ) -> list[Round]:
     """Decode to the end; the rounds, if they are to be recorded."""
     rounds: list[Round] = []
@@ -171,6 +187,8 @@ def _all_rounds(
                 rounds.append(done)
             if on_token is not None:
                 on_token(done.row, done.emitted)
+            if on_counts is not None:
+                on_counts(counts_of(done, len(loop.sequences[done.row].tokens)))
             if on_round is not None:
                 on_round(done)
     return rounds
@@ -207,7 +225,7 @@ def plain_generate(
         ValueError: empty prompt, or no room within the target's positions.
     """
     keep = Keep(output_scores, output_logprobs, output_logits)
-    texts = _texts(target, prompts, max_new_tokens, sampling, stop, keep, "match")
+    texts = new_texts(target, prompts, max_new_tokens, sampling, stop, keep, "match")
     if engine is not None:
         return _without_drafts(_engine(target, engine), texts)
     timer, forwards = PhaseTimer(target.device), 0
@@ -245,6 +263,7 @@ def _on_device(
     rule: str,
     timer: PhaseTimer,
     on_token: OnToken | None,
+    on_counts: OnCounts | None,
 ) -> Generation:
     """Whole rounds on the device.
 
@@ -258,7 +277,7 @@ def _on_device(
         )
     check_tree_support(engine)
     start = time.perf_counter()
-    stats, forwards = device_generate(engine, proposer, texts, rule, timer, on_token)
+    stats, forwards = device_generate(engine, proposer, texts, rule, timer, on_token, on_counts)
     total = time.perf_counter() - start - timer.seconds["prefill"]
     return _generation(texts, stats, {**timer.seconds, "total": total}, forwards, [])
 
@@ -304,87 +323,6 @@ def _check_drafts(proposer: Proposer, rule: str) -> None:
             f"rule 'block' verifies chains, and {type(proposer).__name__} drafts trees: let it "
             "draft one child per node (branch 1, top_k 1, width 1), or use rule 'rejection'"
         )
-
-
-def check_lengths(
-    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
-) -> None:
-    """Refuse what cannot be decoded before any token is produced.
-
-    Args:
-        target: the model.
-        prompts: B lists of token ids.
-        max_new_tokens: B numbers.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if not prompts or not all(isinstance(prompt, list | tuple) and prompt for prompt in prompts):
-        raise ValueError(
-            "prompts must be lists of token ids, one for each sequence and none of them empty"
-        )
-    for new in max_new_tokens:
-        if not isinstance(new, int) or new < 1:
-            raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
-    limit = target.length_limit(min(map(len, prompts)))
-    for row, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-        if len(prompt) + new > limit:
-            name = "max_position_embeddings"
-            if limit < target.max_length:
-                name = "original_max_position_embeddings, where its rotary frequencies change (a "
-                name += "batch must lie on one side: decode longer prompts in a call of their own),"
-            raise ValueError(
-                f"prompt {row} plus max_new_tokens is {len(prompt) + new} tokens but the target's "
-                f"{name} is {limit}: shorten the prompt or lower max_new_tokens"
-            )
-        if not all(0 <= token < target.vocab_size for token in prompt):
-            raise ValueError(
-                f"prompt {row} holds a token id outside 0..{target.vocab_size - 1}, the "
-                "target's vocabulary: was it made with another tokenizer?"
-            )
-
-
-def per_sequence(name: str, given: T | Sequence[T], count: int) -> list[T]:
-    """One value for each sequence, from one for all or one for each.
-
-    Args:
-        name: of the argument, for the message.
-        given: the value, or a list or tuple of them.
-        count: B.
-
-    Raises:
-        ValueError: as many values as sequences are needed.
-    """
-    if not isinstance(given, list | tuple):
-        return [given] * count  # type: ignore[list-item]
-    if len(given) != count:
-        raise ValueError(f"{name}: {len(given)} values for {count} prompts; give one, or one each")
-    return list(given)
-
-
-def _texts(
-    target: TargetModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    sampling: SamplingParams | Sequence[SamplingParams] | None,
-    stop: Stop | Sequence[Stop] | None,
-    keep: Keep,
-    rule: str,
-) -> list[Text]:
-    """The sequences to decode, with everything checked."""
-    count = len(prompts)
-    new = per_sequence("max_new_tokens", max_new_tokens, count)
-    check_lengths(target, prompts, new)
-    samplings = per_sequence("sampling", sampling or SamplingParams(), count)
-    stops = per_sequence("stop", stop or Stop(), count)
-    check_processors(samplings, rule, target.vocab_size)
-    texts = []
-    for prompt, number, params, ends in zip(prompts, new, apart(samplings), stops, strict=True):
-        length = len(prompt)
-        stopper = Stopper(ends, length, number, target)
-        sampler = Sampler(params, length, stopper.eos_token_ids, target.device)
-        texts.append(Text(list(prompt), length, length + number, sampler, stopper, keep))
-    return texts
 
 
 def _generation(

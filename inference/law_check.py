@@ -23,8 +23,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from drafters import TargetModel
+from inference.counts import RoundCounts
+from inference.engine import Engine
 from inference.evaluation import Prompt
-from inference.generate import Round, speculative_generate
+from inference.generate import speculative_generate
 from inference.law_statistics import CountTests, compare_counts
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
@@ -89,10 +91,10 @@ class _Counts:
     accepting: int = 0
     rejected_at: Counter[int] = field(default_factory=Counter)
 
-    def add_round(self, done: Round) -> None:
-        self.accepting += bool(done.accepted)
+    def add_round(self, done: RoundCounts) -> None:
+        self.accepting += done.accepted > 0
         if not done.all_accepted:
-            self.rejected_at[len(done.accepted) + 1] += 1
+            self.rejected_at[done.accepted + 1] += 1
 
 
 def check_law(
@@ -104,6 +106,7 @@ def check_law(
     rule: str = "rejection",
     batch_size: int = 16,
     progress: bool = False,
+    engine: Engine | None = None,
 ) -> LawReport:
     """Continue the prompt whose law is the easiest to test, and test it.
 
@@ -117,6 +120,7 @@ def check_law(
         rule: of acceptance.
         batch_size: continuations that are decoded together.
         progress: show a progress bar on a terminal.
+        engine: that decodes; None is "eager". The law itself is always the target's own forward's.
     """
     prompt, first = _choose(target, prompts, sampling, samples)
     counts = _Counts()
@@ -131,7 +135,8 @@ def check_law(
                 sampling=[replace(sampling, seed=seed) for seed in chunk],
                 rule=rule,
                 stop=Stop(token_ids=()),
-                on_round=counts.add_round,
+                on_counts=counts.add_round,
+                engine=engine,
             )
             for start, *following in result.sequences:
                 if start == first:  # rounding may change the first draw, once in a million

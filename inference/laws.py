@@ -44,6 +44,21 @@ class TreeLaws:
     def settle(self, node: int) -> None:
         """Told of each node, in order, before the token behind it is emitted."""
 
+    def chances(self) -> list[float | None]:
+        """Per node the probability of its token behind its parent; None for the root.
+
+        For reports, after the rule has decided. Processors that may keep state are not called for
+        tokens that were not emitted, so there nodes that the rule did not come to have None.
+        """
+        found: list[float | None] = [None] * self.tree.num_nodes
+        for node in range(self.tree.num_nodes):
+            children = self.tree.children(node)
+            if children and (node in self.scores or not self.sampler.may_keep_state):
+                law = self.sampler.law(self.scores[node]) if node in self.scores else self.law(node)
+                for child in children:
+                    found[child] = float(law[self.tree.token(child)])
+        return found
+
     def _ask(self, sampler: Sampler, node: int) -> Tensor:
         path = [self.tree.token(above) for above in self.tree.path(node)[1:]]
         return sampler.scores(self.logits[node], self.text + path)

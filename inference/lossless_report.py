@@ -27,7 +27,7 @@ def render(result: Mapping[str, Any]) -> str:
 
     Args:
         result: "verdict", "negative_control", "checks" (dicts of `TokenReport` and `LawReport`),
-            "not_tested" (further remarks), "settings" and "provenance".
+            "not_tested" (further remarks), "engine", "settings" and "provenance".
     """
     checks = result["checks"]
     tokens = [check for check in checks if check["check"] != "law"]
@@ -35,6 +35,7 @@ def render(result: Mapping[str, Any]) -> str:
     parts = [
         f"# Verdict: {result['verdict']}",
         MEANING[result["verdict"]],
+        f"Decoded by engine `{result['engine']}`; nothing is said about other engines.",
         *(
             [
                 "**Negative control**: the drafts' law was made wrong, so the verdict must be `not "

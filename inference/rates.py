@@ -1,9 +1,9 @@
-"""How often the drafts of a head are right, by depth and rank, and what drafts cost.
+"""How often the drafts of a head are right, by depth and rank, and what drafting takes.
 
 A text of the target is gone through once; at every position of it a round is drafted along the
 text, by the code that the decoder drafts with.
 
-Letters: K depths, R ranks, T tokens, V target vocabulary, Vd draft vocabulary, N tree nodes.
+Letters: K depths, R ranks, T tokens, V target vocabulary, Vd draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from drafters import TargetModel
 from inference.acceptance import accept_probability, residual_law
-from inference.append import append_rows, append_text, stretches
-from inference.cache import TreeCache
 from inference.proposers import HeadProposer, RowState
 from inference.proposers.laws import draft_law, node_scores, proposal_kind
 from inference.sampling import SamplingParams, Stream, draw_top, gumbel, probabilities
 from inference.timing import PhaseTimer
-from inference.tree import Proposal, ancestor_mask
+from inference.tree import Proposal
 
 DRAWS = 4
 """Sets of drawn children per position that the rates of drawn drafts are averaged over."""
@@ -216,39 +214,3 @@ def drawn_chances(
                 break
             draft = draft / draft.sum()
     return chances, passed
-
-
-@torch.no_grad()
-def verify_seconds(
-    target: TargetModel, prompt: Sequence[int], sizes: Sequence[int], repeats: int = 5
-) -> dict[int, float]:
-    """Seconds of the target's forward on trees of several sizes, behind a prompt.
-
-    Args:
-        target: the model.
-        prompt: token ids.
-        sizes: numbers of nodes N, root included.
-        repeats: the median of so many is taken, after one that does not count.
-
-    Returns:
-        By size; a larger tree is never cheaper, as noise might have it.
-    """
-    cache = TreeCache(target.model.config, 1, len(prompt) + max(sizes))
-    for part in stretches(target, len(prompt)):
-        append_text(target, cache, [list(prompt)[part]])
-    costs: dict[int, float] = {}
-    least = 0.0
-    for size in sorted(sizes):
-        parents = torch.zeros(size, dtype=torch.int64)
-        parents[0] = -1
-        seen = ancestor_mask(parents)
-        tokens = torch.full((size,), prompt[-1], dtype=torch.int64)
-        times = []
-        for _ in range(repeats + 1):
-            timer = PhaseTimer(target.device)
-            with timer.phase("target"):
-                append_rows(target, cache, [tokens], [seen.sum(1) - 1], [seen])
-            cache.revert()
-            times.append(timer.seconds["target"])
-        costs[size] = least = max(least, median(times[1:]))
-    return costs

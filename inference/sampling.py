@@ -225,16 +225,24 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Logits (..., V) with all but the nucleus at -inf (arXiv:1904.09751).
 
-    The nucleus is the smallest set of most likely tokens whose mass reaches `top_p`. It is looked
-    for among the best few, as sorting a whole vocabulary would cost more than the rest of a draw.
+    The nucleus is the smallest set of most likely tokens whose mass reaches `top_p`; of tokens of
+    equal probability on its edge the lowest ids stay. It is looked for among the best few, as
+    sorting a whole vocabulary would cost more than the rest of a draw.
     """
     probs = torch.softmax(logits, dim=-1)
-    best = probs.topk(min(NUCLEUS_GUESS, probs.shape[-1]))
-    if not bool((best.values.sum(dim=-1) >= top_p).all()):
-        best = probs.topk(probs.shape[-1])
-    mass_before = best.values.cumsum(dim=-1) - best.values
-    kept = logits.gather(-1, best.indices).masked_fill(mass_before >= top_p, -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, kept)
+    best = probs.topk(min(NUCLEUS_GUESS, probs.shape[-1])).values
+    if not bool((best.sum(dim=-1) >= top_p).all()):
+        best = probs.topk(probs.shape[-1]).values
+    mass = best.double()
+    inside = mass.cumsum(dim=-1) - mass < top_p
+    count = inside.sum(dim=-1, keepdim=True)
+    edge = best.gather(-1, (count - 1).clamp_min(0))
+    kept = probs >= edge
+    if bool((kept.sum(dim=-1, keepdim=True) != count).any()):  # the edge lies among equal ones
+        tied = probs == edge
+        room = (inside & (best == edge)).sum(dim=-1, keepdim=True)
+        kept = (probs > edge) | (tied & (tied.cumsum(dim=-1) <= room))
+    return logits.masked_fill(~kept, -torch.inf)
 
 
 def lowest_argmax(values: Tensor) -> Tensor:
@@ -252,6 +260,8 @@ def lowest_argmax(values: Tensor) -> Tensor:
             "no largest entry: all are -inf or some are NaN; check the model's logits, and whether "
             "the processors leave any token"
         )
+    if values.ndim == 1:
+        return (values == largest).nonzero()[0, 0]
     index = torch.arange(values.shape[-1], device=values.device)
     return torch.where(values == largest, index, values.shape[-1]).amin(dim=-1)
 
@@ -389,4 +399,6 @@ def sample(probs: Tensor, seed: int, position: int, stream: int = Stream.TARGET)
             "cannot draw: the law has no mass; check the model's logits, and whether the "
             "processors leave any token"
         )
+    if len(support) == 1:
+        return int(support[0])
     return int(support[draw(probs[support], gumbel_at(seed, position, support, stream))])

@@ -39,6 +39,10 @@ class RoundCosts(Protocol):
         """Of drafting trees of a depth with so many children per node."""
         ...
 
+    def absorb(self, name: str, positions: int) -> float:
+        """Of a proposer taking in so many committed positions more than a round has."""
+        ...
+
     def rest(self, batch: float = 1) -> float:
         """Of everything else."""
         ...
@@ -171,11 +175,17 @@ def tree_tokens(table: Table, size: int) -> list[list[float]]:
         K lists, of trees down to depth 1, 2, ..., each with the tokens of 1, 2, ..., ``size``
         nodes. Where there are fewer nodes more of them do not help.
     """
-    level, pool = [1.0], [1.0]
+    level, pool, most = [1.0], [1.0], size - 1
     found = []
     for rates in table:
-        level = sorted(value * rate for value in level for rate in rates if rate > 0.0)
-        level = level[:-size:-1]  # the best size - 1, best first
+        order = sorted((rate for rate in rates if rate > 0.0), reverse=True)
+        level = [  # where both are in order, the n-th is not above n · (rank + 1) - 1 others
+            value * rate
+            for rank, rate in enumerate(order, start=1)
+            for value in level[: most // rank]
+        ]
+        level.sort(reverse=True)
+        del level[most:]
         pool = sorted(pool + level, reverse=True)[:size]
         sums = list(accumulate(pool))
         found.append(sums + sums[-1:] * (size - len(sums)))
@@ -196,6 +206,7 @@ class Arm:
         size: most nodes, root included.
         copies: drafts are copied text: they cost nothing, and a round's are there before anything
             is chosen.
+        together: it drafts for all sequences of a batch in one pass, at the cost of the longest.
     """
 
     name: str
@@ -203,6 +214,7 @@ class Arm:
     top_k: int = 1
     size: int = 0
     copies: bool = False
+    together: bool = False
 
     def __post_init__(self) -> None:
         """Fill in the size of a chain."""
@@ -272,24 +284,25 @@ def menu(
     most = min(arm.size if size is None else min(arm.size, size), costs.widest(batch))
     fixed = costs.rest(batch)
 
-    def choice(deep: int, top_k: int, nodes: int, tokens: float) -> Choice:
-        drafting = 0.0 if arm.copies else costs.draft(arm.name, deep, top_k, batch)
-        seconds = drafting + costs.verify(nodes, context, batch) + fixed
-        return Choice(arm.name, deep, top_k, nodes, tokens, seconds)
+    def drafting(deep: int, top_k: int) -> float:
+        return 0.0 if arm.copies else costs.draft(arm.name, deep, top_k, batch)
 
     chains = chain_tokens(row[0] for row in table[:deepest])
-    found = [
-        choice(deep, 1, deep + 1, chains[deep]) for deep in range(1, min(deepest, most - 1) + 1)
-    ]
+    found = []
+    for deep in range(1, min(deepest, most - 1) + 1):
+        seconds = drafting(deep, 1) + costs.verify(deep + 1, context, batch) + fixed
+        found.append(Choice(arm.name, deep, 1, deep + 1, chains[deep], seconds))
     if arm.top_k == 1 or most < 3 or deepest < 1:
         return found
     rates = [row[: arm.top_k] for row in table[:deepest]]
     trees = tree_tokens(rates, most)
     sizes = sorted({nodes for nodes in costs.widths(batch) if nodes <= most} | {most})
+    verifying = [costs.verify(nodes, context, batch) for nodes in sizes]
     for deep in range(1, deepest + 1):
+        spent, tokens = drafting(deep, arm.top_k), trees[deep - 1]
         found += [
-            choice(deep, arm.top_k, nodes, trees[deep - 1][nodes - 1])
-            for nodes in sizes
+            Choice(arm.name, deep, arm.top_k, nodes, tokens[nodes - 1], spent + seconds + fixed)
+            for nodes, seconds in zip(sizes, verifying, strict=True)
             if nodes > deep + 1
         ]
     return found

@@ -24,7 +24,6 @@ class AcceptanceStats:
         num_accepted_tokens: of these, accepted.
         num_emitted: tokens emitted by the rounds, bonus included; the prefill's token is not.
         accepted_histogram: accepted tokens -> rounds.
-        emitted_histogram: emitted tokens -> rounds; below accepted + 1 where the text ended.
         proposed_by_depth: depth -> rounds whose draft reached it; depth 1 is the first draft token.
         reached_by_depth: depth -> of these, rounds that had accepted all depths before it.
         accepted_by_depth: depth -> of these, rounds that accepted it too.
@@ -35,7 +34,6 @@ class AcceptanceStats:
     num_accepted_tokens: int = 0
     num_emitted: int = 0
     accepted_histogram: Counter[int] = field(default_factory=Counter)
-    emitted_histogram: Counter[int] = field(default_factory=Counter)
     proposed_by_depth: Counter[int] = field(default_factory=Counter)
     reached_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -58,7 +56,6 @@ class AcceptanceStats:
         self.num_accepted_tokens += accepted
         self.num_emitted += emitted
         self.accepted_histogram[accepted] += 1
-        self.emitted_histogram[emitted] += 1
         self.proposed_by_depth.update(range(1, tree_depth + 1))
         self.reached_by_depth.update(range(1, min(tree_depth, accepted + 1) + 1))
         self.accepted_by_depth.update(range(1, accepted + 1))
@@ -71,7 +68,6 @@ class AcceptanceStats:
             num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
             num_emitted=self.num_emitted + other.num_emitted,
             accepted_histogram=self.accepted_histogram + other.accepted_histogram,
-            emitted_histogram=self.emitted_histogram + other.emitted_histogram,
             proposed_by_depth=self.proposed_by_depth + other.proposed_by_depth,
             reached_by_depth=self.reached_by_depth + other.reached_by_depth,
             accepted_by_depth=self.accepted_by_depth + other.accepted_by_depth,
@@ -81,19 +77,6 @@ class AcceptanceStats:
     def acceptance_length(self) -> float:
         """Tokens emitted per target forward, bonus included, pooled; NaN without rounds."""
         return _ratio(self.num_emitted, self.num_drafts)
-
-    @property
-    def acceptance_length_interval(self) -> tuple[float, float] | None:
-        """95 % normal interval of `acceptance_length` over rounds; None below two rounds.
-
-        Rounds of one text are not independent, so the true interval is somewhat wider.
-        """
-        if self.num_drafts < 2:
-            return None
-        mean = self.acceptance_length
-        squares = sum(n * (emitted - mean) ** 2 for emitted, n in self.emitted_histogram.items())
-        half_width = 1.96 * math.sqrt(squares / (self.num_drafts - 1) / self.num_drafts)
-        return mean - half_width, mean + half_width
 
     @property
     def accepted_per_round(self) -> float:
@@ -121,10 +104,8 @@ class AcceptanceStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for a JSON line; None where there is nothing to divide by."""
-        interval = self.acceptance_length_interval
         return {
             "acceptance_length": _none_if_nan(self.acceptance_length),
-            "acceptance_length_interval": None if interval is None else list(interval),
             "accepted_per_round": _none_if_nan(self.accepted_per_round),
             "acceptance_rate": _none_if_nan(self.acceptance_rate),
             "acceptance_by_position": {

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from drafters import TargetModel
 from inference.audit import Audit, Miss, audit_text
 from inference.compare import NEAR_TIE, explain_difference, reference_text
+from inference.engine import Engine
 from inference.evaluation import Prompt
 from inference.generate import speculative_generate
 from inference.proposers.base import Proposer
@@ -95,6 +96,8 @@ class TokenChecker:
         max_new_tokens: the most for each prompt. In a batch the first rows get fewer, so that they
             leave it before others.
         max_ulp: see the head of this file.
+        engine: that decodes with drafts; None is "eager". Plain texts are always decoded by
+            transformers' own forward over its own cache.
     """
 
     def __init__(
@@ -104,7 +107,9 @@ class TokenChecker:
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         max_ulp: float = MAX_ULP,
+        engine: Engine | None = None,
     ) -> None:
+        self.engine = engine
         self.target, self.proposer, self.prompts = target, proposer, list(prompts)
         self.max_new_tokens, self.max_ulp = max_new_tokens, max_ulp
         self.narrow = target.dtype in (torch.bfloat16, torch.float16)
@@ -160,6 +165,7 @@ class TokenChecker:
             max_new_tokens=[limits[row] for row in rows],
             sampling=[samplings[row] for row in rows],
             rule=rule,
+            engine=self.engine,
         )
         found.stats = found.stats.merge(result.stats)
         if len(rows) > 1:

@@ -10,6 +10,7 @@ per frontier node, K draft steps or heads, V target vocabulary.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,6 +70,8 @@ class TokenTree:
         survival: (N,) predicted chance that the node is accepted, as its parent's first child, and
             all nodes on the way to it are; NaN where nobody predicted it, as for copied nodes in a
             merged tree. None without a confidence output. Verification does not look at it.
+        log_q: (N,) log-probability of each token behind its parent under the draft law, the root's
+            unused; None where no law chose, or noise had a say. Verification does not look at it.
     """
 
     tokens: Tensor
@@ -77,6 +80,7 @@ class TokenTree:
     draft_probs: Tensor | None = None
     drawn: Tensor | None = None
     survival: Tensor | None = None
+    log_q: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the shape of the tree; the walk of `verify` relies on every one of these."""
@@ -181,6 +185,14 @@ class TokenTree:
         """(N,) distance from the root; node i sits at absolute position a + depths[i]."""
         return self._mask.sum(dim=1) - 1
 
+    @cached_property
+    def depth(self) -> int:
+        """Of the deepest node; on the host alone."""
+        found = [0] * self.num_nodes
+        for node, parent in enumerate(self._parents[1:], start=1):
+            found[node] = found[parent] + 1
+        return max(found)
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has two children."""
@@ -212,6 +224,20 @@ class TokenTree:
         while nodes[-1] != 0:
             nodes.append(self._parents[nodes[-1]])
         return nodes[::-1]
+
+    def draft_chances(self) -> list[float | None]:
+        """Per node the draft law's probability of its token; None where no law is known.
+
+        Of drawn children it is that of the law they were drawn from, without regard to siblings
+        drawn before them.
+        """
+        found: list[float | None] = [None] * self.num_nodes
+        for node, parent in enumerate(self._parents[1:], start=1):
+            if self.draft_probs is not None and self.is_drawn(node):
+                found[node] = float(self.draft_probs[parent, self.token(node)])
+            elif self.log_q is not None:
+                found[node] = math.exp(float(self.log_q[node]))
+        return found
 
     def first_path(self) -> list[int]:
         """The root, its first child, that one's first child, and so on to a leaf."""
@@ -265,6 +291,12 @@ class Candidates:
     tokens: Tensor
     parents: Tensor
     scores: Tensor
+
+    def log_q(self, proposal: Proposal, kept: Tensor | slice = slice(None)) -> Tensor | None:
+        """For `TokenTree.log_q`: of each of the kept nodes behind its parent, (N,)."""
+        if proposal is not Proposal.ONE_HOT:
+            return None  # drawn ones have a law of their own, and coupled scores are half noise
+        return (self.scores - self.scores[self.parents])[kept]
 
     @classmethod
     def root(cls, token: int, device: torch.device | str | None = None) -> Candidates:
@@ -351,4 +383,6 @@ def rerank(
     kept = torch.cat([order.new_zeros(1), order.sort().values + 1])
     parents = torch.searchsorted(kept, candidates.parents[kept])
     parents[0] = -1
-    return TokenTree(candidates.tokens[kept], parents, proposal), kept
+    return TokenTree(
+        candidates.tokens[kept], parents, proposal, log_q=candidates.log_q(proposal, kept)
+    ), kept

@@ -33,7 +33,10 @@ def make_evaluate(
         return None
     rows = load_rows(options.prompts)
     rows = rows[:: max(1, len(rows) // options.limit)][: options.limit]
-    prompts = [Prompt(encode_prompt(target.tokenizer, prompt_messages(row))) for row in rows]
+    prompts = [
+        Prompt(encode_prompt(target.tokenizer, prompt_messages(row)), id=str(number))
+        for number, row in enumerate(rows)
+    ]
     if config.target.parallel != "none":
         rank, world = 0, 1
 

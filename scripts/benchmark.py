@@ -18,7 +18,9 @@ contender's speed over the baseline's on the same batch, the median over batches
 interval. τ is tokens per target forward. `possible` is the ratio if a step cost only drafting and
 verifying, `reached` how much of it there is. The first verified draft of `assisted`,
 `prompt-lookup` and `flashspec` is part of their prefill. Ours that draft as one of theirs are
-compared with it too, at equal settings. --costs FILE (a table of measured seconds) predicts speeds.
+compared with it too, at equal settings. What `--size auto` expected of its rounds is printed beside
+what came about, and what a cost table says of the rounds of fixed sizes: the one of --costs, or the
+one that auto keeps in the head's folder.
 
 The last line is one JSON object. Exit code 1: a text differs by more than rounding, or a contender
 could not do what it should.
@@ -84,7 +86,9 @@ def run_cells(
     results, raw = [], []
     for cell in cells:
         heat = race(workers, cell, args)
-        found = cell_record(target, contenders, heat, args.baseline, args.near_tie, costs)
+        found = cell_record(
+            target, contenders, heat, args.baseline, args.near_tie, costs, workers.threads
+        )
         results.append(found)
         print_cell(found)
         if args.out is None:
@@ -108,6 +112,7 @@ def about(args: argparse.Namespace, workers: Field) -> dict[str, Any]:
         "failed": workers.failed,
         "start_seconds": workers.start_seconds,
         "threads": torch.get_num_threads(),
+        "threads_of": workers.threads,
         "settings": settings,
     }
 

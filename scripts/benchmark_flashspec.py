@@ -103,4 +103,4 @@ def device_of(name: str) -> str:
 
 
 if __name__ == "__main__":
-    serve(Flashspec)
+    serve(Flashspec, torch.get_num_threads)

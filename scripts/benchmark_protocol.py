@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,10 @@ class Answer:
         parts: seconds by part of the step; empty if they are not told apart.
         rounds: of each target forward after the prefill [sequences, nodes of the largest tree, its
             depth, tokens emitted], with 0 for a shape that is not known; None without drafts.
+        drafted: of each of them the sequences whose drafts a network made, where that is decided
+            in every round; None where all drafts come from one place.
+        expected: what the decoder itself expected of its rounds: tokens, seconds, and seconds of
+            plain decoding for as many; None where it expects nothing.
     """
 
     tokens: list[list[int]]
@@ -58,6 +62,8 @@ class Answer:
     first: int
     parts: dict[str, float] = field(default_factory=dict)
     rounds: list[list[int]] | None = None
+    drafted: list[int] | None = None
+    expected: list[float] | None = None
 
 
 class Handler(Protocol):
@@ -95,6 +101,8 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = b""
         self._closed = False
+        self.threads: int | None = None
+        """That it computes with, once it has started."""
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -112,7 +120,7 @@ class Worker:
         """
         start = time.perf_counter()
         try:
-            self.ask(self._settings, timeout)
+            self.threads = self.ask(self._settings, timeout).get("threads")
         except RefusalError as error:
             raise WorkerError(str(error)) from error
         return time.perf_counter() - start
@@ -264,11 +272,12 @@ class Builder(Protocol):
         """Load what it needs."""
 
 
-def serve(build: Builder) -> None:
+def serve(build: Builder, threads: Callable[[], int]) -> None:
     """Answer the lines of standard input until it ends.
 
     Args:
         build: called with the first line.
+        threads: that it computes with; asked after that.
     """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
@@ -279,7 +288,8 @@ def serve(build: Builder) -> None:
         request = json.loads(line)
         try:
             if handler is None:
-                handler, answer = build(request), {"ready": True}
+                handler = build(request)
+                answer = {"ready": True, "threads": threads()}
             else:
                 answer = respond(handler, request)
         except Exception as error:  # whatever it is, the parent reports it

@@ -171,11 +171,13 @@ class Field:
         workers: that still run, by the contender's name.
         failed: what stopped the others.
         start_seconds: that each took to load.
+        threads: that each computes with.
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
+    threads: dict[str, int | None] = field(default_factory=dict)
 
     def drop(self, name: str, error: Exception) -> None:
         """Note what stopped a worker, and end it."""
@@ -207,8 +209,10 @@ def started(
             found.workers[contender.name] = worker
             try:
                 found.start_seconds[contender.name] = worker.start(args.timeout)
+                found.threads[contender.name] = worker.threads
             except WorkerError as error:
                 found.drop(contender.name, error)
+        print("threads: " + ", ".join(f"{name} {n}" for name, n in found.threads.items()))
         yield found
 
 

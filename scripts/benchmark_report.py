@@ -1,6 +1,6 @@
 """What `scripts.benchmark` reports of a cell: whose texts are plain decoding's, speeds, tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,9 +9,10 @@ from inference.compare import explain_difference
 from inference.costs import CostTable
 from inference.sampling import SamplingParams
 from scripts.benchmark_contenders import Contender
+from scripts.benchmark_prediction import add_measured_speedups, prediction, print_predictions
 from scripts.benchmark_protocol import Answer
 from scripts.benchmark_race import Batch, Heat
-from scripts.benchmark_statistics import PARTS, Measured, predicted_speed, ratio, summarise
+from scripts.benchmark_statistics import PARTS, Measured, ratio, summarise
 
 PLAIN = ("plain", "ours", "plain-compiled")
 """Kinds whose texts the others are compared with, the first that there is."""
@@ -108,6 +109,7 @@ def cell_record(
     baseline: str,
     tolerance: float,
     costs: CostTable | None,
+    threads: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """All figures of a cell, as plain values.
 
@@ -117,7 +119,8 @@ def cell_record(
         heat: what they did.
         baseline: name of the one that ratios are taken to.
         tolerance: gap in logits that rounding explains.
-        costs: predicts speeds; None for no prediction.
+        costs: predicts speeds; None leaves that to what `--size auto` expects and has kept.
+        threads: that contenders compute with, by name.
     """
     cell = heat.cell
     reference = reference_name(contenders, heat, baseline)
@@ -138,11 +141,12 @@ def cell_record(
             **asdict(verdicts[one.name]),
             "excluded": not verdicts[one.name].lossless,
             **_figures(one, contenders, figures, baseline),
-            **_prediction(one, heat, costs),
+            **prediction(one, heat, costs, (threads or {}).get(one.name)),
         }
         for one in contenders
         if one.name in heat.answers
     ]
+    add_measured_speedups(records, list(contenders))
     return {
         "batch_size": cell.batch_size,
         "context": cell.context,
@@ -181,44 +185,6 @@ def _figures(
     return record
 
 
-def _prediction(one: Contender, heat: Heat, costs: CostTable | None) -> dict[str, Any]:
-    """Tokens per second by the cost table, for ours with drafts."""
-    if costs is None or not one.drafts:
-        return {}
-    name = draft_name(one, costs)
-    if name is None:
-        return {}
-    answers, size = heat.answers[one.name], heat.cell.batch_size
-    width = int(one.settings.get("branch", 8))
-    seconds = emitted = 0.0
-    for batch, answer in zip(heat.cell.batches, answers, strict=True):
-        context = sum(map(len, batch.ids)) / size
-        for rows, nodes, depth, tokens in answer.rounds or ():
-            seconds += costs.verify(nodes, context, rows) + costs.rest(rows)
-            seconds += costs.draft(name, depth, width, rows) if name else 0.0
-            emitted += tokens
-            context += tokens / rows
-    return {"predicted_tokens_per_second": predicted_speed(emitted, seconds)}
-
-
-def draft_name(one: Contender, costs: CostTable) -> str | None:
-    """Under which name the table has the drafts of a contender.
-
-    Args:
-        one: of ours, with drafts.
-        costs: the table.
-
-    Returns:
-        "" for drafts that cost nothing but the host's time; None if the table does not know them.
-    """
-    known = {name for name, *_ in costs.draft_points}
-    if one.source in known:
-        return one.source
-    if one.source in ("ngram", "suffix"):
-        return ""
-    return known.pop() if len(known) == 1 and one.source not in ("draft-model",) else None
-
-
 # Tables -----------------------------------------------------------------------------------------
 
 
@@ -241,6 +207,7 @@ def print_cell(record: dict[str, Any]) -> None:
         print(f"{one['name']:<{wide}}" + _cells(_row(one)) + f"{texts:>14}")
     _print_equal(record, wide)
     _print_splits(record, wide)
+    print_predictions(record["contenders"], wide)
     _print_categories(record, wide)
 
 
@@ -277,19 +244,14 @@ def _print_equal(record: dict[str, Any], wide: int) -> None:
 
 
 def _print_splits(record: dict[str, Any], wide: int) -> None:
-    """Where the time of a step goes, and what the cost table says."""
+    """Where the time of a step goes."""
     told = [one for one in record["contenders"] if one.get("split")]
     if not told:
         return
-    predicted = any("predicted_tokens_per_second" in one for one in told)
     names = [name for name in PARTS if any(name in one["split"] for one in told)]
-    print(f"\n{'share of decoding':<{wide}}", end="")
-    print(_cells((*names, *(("predicted", "measured") if predicted else ()))))
+    print(f"\n{'share of decoding':<{wide}}" + _cells(names))
     for one in told:
         cells = [f"{one['split'].get(name, 0):.1%}" for name in names]
-        if predicted:
-            cells.append(_number(one.get("predicted_tokens_per_second"), 1))
-            cells.append(_number(one["tokens_per_second"], 1))
         print(f"{one['name']:<{wide}}" + _cells(cells))
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from drafters import TargetModel
+from inference.auto import AutoProposer, Predicted
+from inference.counts import RoundCounts
 from inference.engine import Engine
-from inference.engines import DeviceEngine, build_engine
-from inference.generate import Generation, Round, plain_generate, speculative_generate
+from inference.engines import build_engine
+from inference.generate import Generation, plain_generate, speculative_generate
 from inference.proposers import Proposer, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
@@ -23,8 +25,11 @@ from inference.proposers.ngram import NgramProposer
 from scripts.benchmark_contenders import AS, LENGTH, MATCH, Contender, drafting_arguments
 from scripts.benchmark_protocol import Answer, Handler, serve
 from scripts.benchmark_transformers import build_theirs, check_layers, load_draft
-from scripts.common import load_target
+from scripts.common import load_target, open_engine
 from scripts.drafting import add_drafting_options, load_proposer
+
+HOST_ENGINES = ("packed", "compiled")
+"""Engines whose speed depends on the number of threads in ways that are measured."""
 
 
 def build(settings: dict[str, Any]) -> Handler:
@@ -39,7 +44,7 @@ def build(settings: dict[str, Any]) -> Handler:
     template = settings["model"]["chat_template"]
     target = load_target(args, None if template is None else Path(template))
     if found.kind == "ours":
-        return Ours(target, found, args.target)
+        return Ours(target, found, args.target, choose_threads=args.threads is None)
     return build_theirs(target, found, args.target)
 
 
@@ -50,23 +55,34 @@ class Ours:
         target: the model.
         found: which drafts.
         name: folder or hub id of the target.
+        choose_threads: measure how many are fastest, where the engine is one that does.
     """
 
-    def __init__(self, target: TargetModel, found: Contender, name: str) -> None:
+    def __init__(
+        self, target: TargetModel, found: Contender, name: str, choose_threads: bool = False
+    ) -> None:
         self.target, self.found = target, found
         engine = found.settings.get("engine")
-        self._engine = None if engine is None else build_engine(target, engine)
+        if engine in HOST_ENGINES and choose_threads:
+            self._engine = open_engine(argparse.Namespace(engine=engine, threads=None), target)
+        else:
+            self._engine = None if engine is None else build_engine(target, engine)
         self._make = proposer_maker(target, found, name, self._engine)
         self._proposer: Proposer | None = None
 
     def warm_up(self, prompts: list[list[int]], longest: int, new_tokens: int) -> None:
-        """Decode once, with drafts that remember nothing of earlier measurements."""
+        """Decode once, with drafts that remember nothing of earlier measurements.
+
+        What `--size auto` learns from it, it forgets: the warm-up's text is none.
+        """
         self._proposer = None if self._make is None else self._make()
         self.decode(prompts, new_tokens)
+        if isinstance(self._proposer, AutoProposer):
+            self._proposer = self._proposer.fresh()
 
     def decode(self, prompts: list[list[int]], new_tokens: int) -> Answer:
         """Decode one batch."""
-        count = Rounds()
+        count = Rounds(self._proposer if isinstance(self._proposer, AutoProposer) else None)
         start = time.perf_counter()
         made = self._generate(prompts, new_tokens, count)
         self._drain()
@@ -79,6 +95,7 @@ class Ours:
             len(prompts),
             parts_of(made.seconds, seconds - prefill),
             None if self._proposer is None else count.forwards[1:],
+            *count.told,
         )
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, count: "Rounds") -> Generation:
@@ -86,7 +103,6 @@ class Ours:
             return plain_generate(
                 self.target, prompts, max_new_tokens=new_tokens, engine=self._engine
             )
-        on_device = isinstance(self._engine, DeviceEngine)  # the host sees no trees
         return speculative_generate(
             self.target,
             self._proposer,
@@ -94,7 +110,7 @@ class Ours:
             max_new_tokens=new_tokens,
             engine=self._engine,
             on_token=count.on_token,
-            on_round=None if on_device else count.on_round,
+            on_counts=count.on_counts,
         )
 
     def _drain(self) -> None:
@@ -105,27 +121,51 @@ class Ours:
 class Rounds:
     """Counts what every forward did: [sequences, nodes, depth, tokens emitted], the prefill first.
 
+    Args:
+        auto: what decided in every round, if anything did.
+
     Attributes:
-        forwards: the counts; of the largest and the deepest tree, 0 where none is seen.
+        forwards: the counts; of the largest and the deepest tree.
+        drafted: with `auto`, of each forward the sequences whose drafts a network made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, auto: AutoProposer | None = None) -> None:
         self.forwards: list[list[int]] = []
-        self._row = -1
+        self.drafted: list[int] = []
+        self._expected = Predicted()
+        self._auto, self._row = auto, -1
+        self._seen = Predicted() if auto is None else auto.predicted
+
+    @property
+    def told(self) -> tuple[list[int] | None, list[float] | None]:
+        """For `Answer`: drafted and expected, the prefill's left out."""
+        if self._auto is None:
+            return None, None
+        found = self._expected
+        return self.drafted[1:], [found.tokens, found.seconds, found.plain_seconds]
 
     def on_token(self, row: int, tokens: list[int]) -> None:
         """Called for each running sequence after each forward, in the order of the rows."""
         if row <= self._row or not self.forwards:  # the next forward starts over
             self.forwards.append([0, 0, 0, 0])
+            self._look()
         self._row = row
         self.forwards[-1][0] += 1
         self.forwards[-1][3] += len(tokens)
 
-    def on_round(self, done: Round) -> None:
+    def _look(self) -> None:
+        """What was decided for the forward whose first tokens come now."""
+        if self._auto is None:
+            return
+        new, self._seen = self._auto.predicted - self._seen, self._auto.predicted
+        self.drafted.append(new.drafted)
+        self._expected += new
+
+    def on_counts(self, done: RoundCounts) -> None:
         """Called after `on_token`."""
         now = self.forwards[-1]
-        now[1] = max(now[1], done.tree.num_nodes)
-        now[2] = max(now[2], int(done.tree.depths.max()))
+        now[1] = max(now[1], done.width)
+        now[2] = max(now[2], done.depth)
 
 
 def parts_of(seconds: dict[str, float], decoding: float) -> dict[str, float]:
@@ -191,4 +231,4 @@ def _as_theirs(target: TargetModel, found: Contender, name: str) -> Callable[[],
 
 
 if __name__ == "__main__":
-    serve(build)
+    serve(build, torch.get_num_threads)

@@ -7,7 +7,8 @@ Without `--prompt` it is a conversation: /new forgets it, /exit or Ctrl-D ends, 
 answer. `--trace` prints one line per target forward, as Figure 1 of arXiv:2211.17192: accepted
 draft tokens are green, a recovered token (the target's, where it rejected the drafts) is blue, a
 bonus token (the target's, after all drafts of a path) is magenta. Without a terminal, or with
-NO_COLOR set, they are marked instead.
+NO_COLOR set, they are marked instead. Every line also has the acceptance length (bonus included)
+and the tokens per second so far; without `--trace` they are shown live in the terminal's title.
 """
 
 import argparse
@@ -21,11 +22,13 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
+from inference.counts import RoundCounts
 from inference.engine import Engine
-from inference.generate import Round, speculative_generate
+from inference.generate import speculative_generate
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
 from inference.stats import AcceptanceStats
+from scripts.auto_decided import keep_learnt
 from scripts.common import (
     MODEL_OPTIONS,
     SAMPLING_OPTIONS,
@@ -44,6 +47,8 @@ ACCEPTED, RECOVERED, BONUS, PREFILL = "accepted", "recovered", "bonus", "prefill
 COLOURS = {ACCEPTED: "\x1b[32m", RECOVERED: "\x1b[34m", BONUS: "\x1b[35m", PREFILL: "\x1b[2m"}
 MARKS = {ACCEPTED: "+", RECOVERED: "!", BONUS: "*", PREFILL: "."}
 RESET = "\x1b[0m"
+TITLE = "\x1b]2;{}\x07"
+"""Sets the title of a terminal."""
 
 Write = Callable[[str], None]
 
@@ -68,8 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     if args.prompt is not None:
         finished = chat.answer(args.prompt)
+        keep_learnt(proposer)
         return 0 if finished else 130
     converse(chat)
+    keep_learnt(proposer)
     return 0
 
 
@@ -163,6 +170,8 @@ class Printer:
         write: takes the output.
         stats: of the rounds so far.
         answer: the text so far.
+        clock: seconds, of which differences are taken.
+        first: when the token of the prefill came.
     """
 
     text: TokenText
@@ -171,33 +180,44 @@ class Printer:
     write: Write
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     answer: str = ""
+    clock: Callable[[], float] = time.perf_counter
+    first: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding so far, after the prefill's."""
+        seconds = 0.0 if self.first is None else self.clock() - self.first
+        return self.stats.num_emitted / seconds if seconds > 0 else 0.0
 
     def legend(self) -> None:
         """What the colours or marks of the trace mean."""
         kinds = (PREFILL, ACCEPTED, RECOVERED, BONUS)
-        self.write(f"forward  accepted/drafted  {'  '.join(self._paint(k, k) for k in kinds)}\n")
+        shown = "  ".join(self._paint(k, k) for k in kinds)
+        self.write(f"{'forward':<9}{'accepted/drafted':<18}{'length':<8}{'tokens/s':<10}{shown}\n")
 
     def tokens(self, row: int, new: list[int]) -> None:
         """Tokens as they come: all of the running text; of a trace the prefill's only."""
+        if self.first is None:
+            self.first = self.clock()
         if not self.trace:
             self._write_text(new)
         elif not self.text.tokens:
             self._line("prefill", "", [(new[0], PREFILL)])
 
-    def round(self, done: Round) -> None:
+    def round(self, done: RoundCounts) -> None:
         """One target forward; its tokens have been given to `tokens` already."""
-        tree = done.tree
-        self.stats.add_round(
-            int(tree.depths.max()), tree.num_draft_tokens, len(done.accepted), len(done.emitted)
-        )
+        self.stats.add_round(done.depth, done.draft_tokens, done.accepted, len(done.emitted))
         if not self.trace:
+            if self.colour:
+                length = f"length {self.stats.acceptance_length:.2f}"
+                self.write(TITLE.format(f"{length}, {self.speed:.1f} tokens/s"))
             return
-        tokens = [(token, ACCEPTED) for token in done.accepted]
-        if done.next_token is not None:
+        tokens = [(token, ACCEPTED) for token in done.emitted[: done.accepted]]
+        if not done.ended:
             # Where nothing was drafted the token is the target's alone, not a bonus.
             kind = BONUS if done.all_accepted and done.accepted else RECOVERED
-            tokens.append((done.next_token, kind))
-        count = f"{len(done.accepted)}/{tree.num_draft_tokens}"
+            tokens.append((done.emitted[-1], kind))
+        count = f"{done.accepted}/{done.draft_tokens}"
         self._line(str(self.stats.num_drafts), count, tokens)
 
     def finish(self) -> None:
@@ -205,9 +225,9 @@ class Printer:
         rest = self.text.flush()
         self.answer += rest
         if not self.trace:
-            self.write(f"{rest}\n")
+            self.write(f"{rest}\n" + (TITLE.format("") if self.colour else ""))
         elif rest:
-            self.write(f"{'':<26} {_visible(rest)}\n")
+            self.write(f"{'':<45}{_visible(rest)}\n")
 
     def _write_text(self, tokens: list[int]) -> None:
         piece = "".join(self.text.add(token) for token in tokens)
@@ -218,7 +238,11 @@ class Printer:
         pieces = [(self.text.add(token), kind) for token, kind in tokens]
         self.answer += "".join(piece for piece, _ in pieces)
         shown = (self._paint(_visible(piece), kind) for piece, kind in pieces)
-        self.write(f"{name:<9}{count:<18}{('' if self.colour else ' ').join(shown)}\n")
+        live = f"{'':<18}"
+        if self.stats.num_drafts:
+            live = f"{self.stats.acceptance_length:<8.2f}{self.speed:<10.1f}"
+        joined = ("" if self.colour else " ").join(shown)
+        self.write(f"{name:<9}{count:<18}{live}{joined}\n")
 
     def _paint(self, text: str, kind: str) -> str:
         if self.colour:
@@ -301,7 +325,7 @@ class Chat:
                 sampling=self.sampling,
                 rule=self.rule,
                 engine=self.engine,
-                on_round=printer.round,
+                on_counts=printer.round,
                 on_token=printer.tokens,
             )
         except KeyboardInterrupt:

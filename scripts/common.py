@@ -155,10 +155,17 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         parser.add_argument(name, help=text, **settings)
 
 
-def parser_for(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose `--help` shows the script's docstring."""
+def parser_for(doc: str | None, replace: bool = False) -> argparse.ArgumentParser:
+    """A parser whose `--help` shows the script's docstring.
+
+    Args:
+        doc: the docstring.
+        replace: an option that is added twice is the second one.
+    """
     return argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve" if replace else "error",
     )
 
 
@@ -236,35 +243,43 @@ def _device(name: str) -> torch.device:
 # Prompts ----------------------------------------------------------------------------------------
 
 
-def load_prompts(path: str, limit: int | None = None) -> list[dict[str, Any]]:
+def load_prompts(path: str, limit: int | None = None, turns: str = "first") -> list[dict[str, Any]]:
     """Prompts from a file, or from a data set.
 
     Args:
         path: JSONL; each line needs `messages` (trailing answers are dropped), `prompt`, `turns`
-            as in Spec-Bench (the first turn alone is used, which is said on stderr), `prompt_ids`
-            or `text` (for models without a chat template), and may have `category` and `id` or
-            `question_id`. Any other name is read as a data set with such columns.
+            as in Spec-Bench and SPEED-Bench, `prompt_ids` or `text` (for models without a chat
+            template), and may have `category` and `id` or `question_id`. A file `.txt` has one
+            prompt a line. Any other name is read as a data set with such columns.
         limit: use this many, taken from all categories in turn.
+        turns: "all" of a row with `turns`, or the "first" alone, which is said on stderr.
 
     Returns:
-        Rows with `id`, `category`, and one of `messages`, `ids` and `text`, in the file's order.
+        Rows with `id`, `category`, one of `messages`, `ids`, `text` and `line`, and with "all"
+        `later`: what the user says afterwards; in the file's order, no two with the same id.
 
     Raises:
         ValueError: nothing there, or a line that is no prompt; the message says which.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
-    raw = _read_jsonl(Path(path)) if path.endswith(".jsonl") else load_rows(path)
+    if path.endswith(".txt"):
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        raw = [{"line": line} for line in lines if line.strip()]
+    else:
+        raw = _read_jsonl(Path(path)) if path.endswith(".jsonl") else load_rows(path)
     if not raw:
         raise ValueError(f"--prompts {path}: the file is empty")
     rows = []
     for number, row in enumerate(raw, start=1):
         try:
-            rows.append(_prompt_row(row, number))
+            rows.append(_prompt_row(row, number, turns))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"--prompts {path}, row {number}: {error}") from error
+    _make_unique(rows)
     places = _spread([row["category"] for row in rows], limit)
-    if cut := sum(len(raw[place].get("turns") or ()) > 1 for place in places):
+    cut = sum(len(raw[place].get("turns") or ()) > 1 for place in places)
+    if cut and turns == "first":
         print(f"prompts: {cut} have several turns; only the first is used", file=sys.stderr)
     return [rows[place] for place in places]
 
@@ -273,10 +288,16 @@ def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[
     """Token ids of what `load_prompts` gave, by the target's chat template where there is one."""
     prompts = []
     for row in rows:
+        if "line" in row:
+            if isinstance(target.tokenizer.chat_template, str):
+                row = {**row, "messages": [{"role": "user", "content": row["line"]}]}
+            else:
+                row = {**row, "text": row["line"]}
         if "messages" in row:
             check_chat_template(target.tokenizer)
-            ids = encode_prompt(target.tokenizer, row["messages"])
-        elif "text" in row:
+            prompts.append(_turn(target.tokenizer, row, row["messages"], 0))
+            continue
+        if "text" in row:
             ids = target.tokenizer(row["text"])["input_ids"]
         else:
             ids = row["ids"]
@@ -287,6 +308,22 @@ def encode_prompts(target: TargetModel, rows: Sequence[dict[str, Any]]) -> list[
                 )
         prompts.append(Prompt(list(ids), row["category"], row["id"]))
     return prompts
+
+
+def _turn(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], messages: list[Any], turn: int
+) -> Prompt:
+    """A turn of a conversation, which knows how to go on once it is answered."""
+    later = row.get("later", [])
+
+    def follow(answer: Sequence[int]) -> Prompt:
+        said = str(tokenizer.decode(list(answer), skip_special_tokens=True))
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": later[turn]}]
+        return _turn(tokenizer, row, [*messages, *more], turn + 1)
+
+    ids = list(encode_prompt(tokenizer, messages))
+    goes_on = follow if turn < len(later) else None
+    return Prompt(ids, row["category"], row["id"], turn, goes_on)
 
 
 def fitting(target: TargetModel, prompts: Sequence[Prompt], new_tokens: int) -> list[Prompt]:
@@ -320,18 +357,36 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _prompt_row(row: dict[str, Any], number: int) -> dict[str, Any]:
+def _prompt_row(row: dict[str, Any], number: int, turns: str) -> dict[str, Any]:
     name = row.get("id", row.get("question_id", number))
     named = {"id": str(name), "category": str(row.get("category") or "all")}
     if row.get("prompt_ids"):
         return {**named, "ids": [int(token) for token in row["prompt_ids"]]}
     if row.get("text") and not any(row.get(key) for key in ("messages", "prompt", "turns")):
         return {**named, "text": str(row["text"])}
+    if "line" in row:
+        return {**named, "line": row["line"]}
     messages = prompt_messages(row)
+    said, more = row.get("turns") or (), {}
+    if not any(row.get(key) for key in ("messages", "prompt")) and turns == "all":
+        if not all(isinstance(text, str) and text for text in said):
+            raise ValueError("turns must be texts; SPEED-Bench needs its prepare_data.py first")
+        more = {"later": list(said[1:])} if len(said) > 1 else {}
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages need text as role and content, got {message}")
-    return {**named, "messages": messages}
+    return {**named, "messages": messages, **more}
+
+
+def _make_unique(rows: Sequence[dict[str, Any]]) -> None:
+    """The second row with an id gets another."""
+    seen: set[str] = set()
+    for row in rows:
+        name, number = row["id"], 1
+        while row["id"] in seen:
+            number += 1
+            row["id"] = f"{name}#{number}"
+        seen.add(row["id"])
 
 
 def _spread(categories: Sequence[str], limit: int | None) -> list[int]:

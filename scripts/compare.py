@@ -1,391 +1,230 @@
-"""Compare heads at an equal budget: train each with the same arithmetic on the same answers, then
-decode.
+"""Compare evaluations: which head, size or rule is better, by how much, and where.
 
-    python -m scripts.compare --target targets/smollm2-135m --answers answers.jsonl \\
-        --prompts spec_bench.jsonl --petaflops 0.08 --out outputs/compare \\
-        --recipe recipes/smollm2-135m/compare/*.yaml
+    python -m scripts.compare outputs/eagle3-run outputs/medusa-run
+    python -m scripts.compare outputs/grid-run --baseline "T=0 match 1"
 
-Each recipe is a training configuration; data, length and output are overridden here, other options
-by --set. The floating-point operations of a few steps are counted, the target's forward pass
-included, and the number of steps that fill the budget is derived from them: a budget that does not
-depend on what else the machine does, and every learning-rate schedule runs to its end. With
---seconds in place of --petaflops a few steps are timed instead. Then every head decodes the
-prompts as a chain and as a tree, greedily and at temperature 1: `match` for greedy text, at
-temperature 1 `rejection` on chains and `coupled` on trees. Draft cost c is the time of a round's
-drafting over that of one plain decoding step. What is done already in --out is kept, so an
-interrupted comparison goes on where it was, and --part lets training and measuring run side by
-side. Prints the commands, a table in Markdown, and one JSON line.
+Each RUN is a folder that `scripts.evaluate --out` wrote; each of its cells is a contender. Those of
+equal temperature are paired question by question, so that what makes a question easy or hard leaves
+the difference: acceptance length (bonus included), the difference from the baseline with its 95 %
+interval (questions resampled, in both at once), questions won, tied and lost, the speed-up over
+plain decoding of the contender's own run, and the winner of every category; a lead is "clear" if
+its interval leaves out zero. Speeds of different runs are compared through their speed-ups alone.
+Runs of another target, or of other prompts under the same name, are refused. The last line is one
+JSON object.
 """
 
 import argparse
-import json
-import shlex
-import subprocess
-import sys
-import time
-from dataclasses import replace
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from torch.utils.flop_counter import FlopCounterMode
-
-from drafters import Drafter, TargetModel
-from drafters.export import read_head
-from inference.evaluation import Prompt, measure
-from inference.proposers import TreeOptions, build_proposer
-from inference.proposers.heads import own_options
-from inference.sampling import SamplingParams
-from recipes.heads import make_drafter
-from recipes.rows import encode_for
-from scripts.common import (
-    MODEL_OPTIONS,
-    add_options,
-    encode_prompts,
-    load_prompts,
-    load_target,
-    parser_for,
-    print_json,
-    run,
-    write_json_atomic,
+from inference.pairing import (
+    Contender,
+    Versus,
+    Winner,
+    common_questions,
+    contender,
+    ranking,
+    versus,
+    winners,
 )
-from training.config import TrainConfig, parse_config
-from training.data import PackedDataset
-from training.encoding import encode_all
-from training.features import run_target
-from training.loop import ARITHMETIC
-from training.objectives import build_objective
-from training.optim import make_optimizers
-from training.sources import load_rows
+from inference.prediction_intervals import Estimate
+from inference.run_records import Run, read_run
+from scripts.common import add_options, parser_for, print_json, run, write_json_atomic
 
-COUNTED_STEPS = 2
-TIMED_STEPS, WARM_STEPS = 4, 2
-SETTINGS = {
-    "chain_greedy": ("chain", 0.0, "match"),
-    "tree_greedy": ("tree", 0.0, "match"),
-    "chain_sampled": ("chain", 1.0, "rejection"),
-    "tree_sampled": ("tree", 1.0, "coupled"),
-}
-"""Name of each measurement: shape, temperature, rule."""
-OWN_SETTINGS = (
-    "target.name",
-    "data.train",
-    "data.regenerate",
-    "run.out",
-    "run.seed",
-    "run.steps",
-    "run.threads",
-)
+WATCHED = ("max_new_tokens", "dtype", "engine", "threads", "batch_size", "limit", "turns", "top_p")
+"""Settings whose difference is worth a line."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train, measure, print."""
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables and the JSON line."""
     args = parse_args(argv)
-    rows = load_prompts(args.prompts, args.limit)
-    target = load_target(args)
-    if args.part in ("all", "train"):
-        for recipe in args.recipe:
-            train(recipe, target, args)
-    if args.part == "train":
-        return 0
-    prompts = encode_prompts(target, rows)
-    with torch.no_grad():
-        results = [evaluate(recipe, target, prompts, args) for recipe in args.recipe]
-    print(table(results))
-    print_json({"budget": budget(args), "prompts": len(prompts), "methods": results})
-    return 0
+    runs = [(folder, read_run(folder)) for folder in args.runs]
+    check_target(runs)
+    found = contenders(runs)
+    groups = by_temperature(found, args.baseline)
+    for line in differing_settings(runs):
+        print(line)
+    record = {"groups": [compare(group) for group in groups]}
+    if args.out is not None:
+        write_json_atomic(args.out, record)
+    print_json(record)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    add_options(parser, *MODEL_OPTIONS, "--prompts", "--limit", "--max-new-tokens", "--seed")
-    add = parser.add_argument
-    add("--recipe", type=Path, nargs="+", required=True, metavar="YAML", help="one per method")
-    add("--answers", required=True, metavar="FILE", help="training rows: the target's own answers")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--petaflops", type=float, metavar="P", help="training budget per method")
-    given.add_argument("--seconds", type=float, metavar="S", help="the budget as training time")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="as data.max_length=512")
-    add("--size", type=int, default=32, metavar="N", help="nodes of a tree, root included")
-    add(
-        "--depth",
-        type=int,
-        metavar="N",
-        help="longest chain and tree (default: all tokens that a head drafts, or 5)",
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of evaluations")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="contender that the others are compared with (the first)"
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="runs and results")
-    add("--part", choices=("all", "train", "evaluate"), default="all", help="what to do now")
-    args = parser.parse_args(argv)
-    if args.part != "evaluate" and not budget(args):
-        parser.error("a training budget is needed: --petaflops or --seconds")
-    if not all(value > 0 for value in budget(args).values()) or args.size < 2:
-        parser.error("a budget above 0 and --size of at least 2 are needed")
-    if args.depth is not None and args.depth < 1:
-        parser.error("--depth of at least 1 is needed")
-    for setting in args.set:
-        name, equals, _ = setting.partition("=")
-        if not equals or "." not in name:
-            parser.error(f"--set {setting}: expected section.key=value")
-        if name in OWN_SETTINGS:
-            parser.error(f"--set {name}: the comparison sets this itself")
-    names = [recipe.stem for recipe in args.recipe]
-    if len(set(names)) != len(names):
-        parser.error("--recipe: two recipes have the same file name")
-    return args
+    add_options(parser, "--out")
+    return parser.parse_args(argv)
 
 
-def budget(args: argparse.Namespace) -> dict[str, float]:
-    """What each method may use, by unit."""
-    values = {"petaflops": args.petaflops, "seconds": args.seconds}
-    return {name: value for name, value in values.items() if value is not None}
+# Who is compared --------------------------------------------------------------------------------
 
 
-# Training ---------------------------------------------------------------------------------------
-
-
-def train(recipe: Path, target: TargetModel, args: argparse.Namespace) -> None:
-    """Count or time a few steps, then train for the budget; nothing if the head is there.
+def check_target(runs: list[tuple[Path, Run]]) -> None:
+    """Refuse runs of different targets.
 
     Raises:
-        ValueError: a training failed, or --out was begun with another budget.
+        ValueError: naming both.
     """
-    out, path = args.out / recipe.stem, args.out / f"{recipe.stem}.plan.json"
-    if path.is_file():  # an interrupted run goes on with the same number of steps
-        plan = json.loads(path.read_text())
-        if plan.get("budget", budget(args)) != budget(args):
+    first, one = runs[0]
+    for folder, each in runs[1:]:
+        if each.result["target"]["fingerprint"] != one.result["target"]["fingerprint"]:
             raise ValueError(
-                f"{path} was made for a budget of {plan['budget']}, not {budget(args)}: give that "
-                "one, or another --out"
+                f"{first} and {folder} are of different targets "
+                f"({one.result['target']['name']}, {each.result['target']['name']}): acceptance "
+                "lengths say how well a head fits its own target"
             )
-    else:
-        plan = make_plan(command(recipe, out, args)[3:], target, args)
-        write_json_atomic(path, plan)
-    if (out / "head" / "config.json").is_file():
-        print(f"{recipe.stem}: trained already", flush=True)
-        return
-    words = [*command(recipe, out, args), "--run.steps", str(plan["steps"])]
-    print("$ " + shlex.join(["python", *words[1:]]), flush=True)
-    code = subprocess.run(words, stdout=subprocess.DEVNULL).returncode
-    if code:
-        raise ValueError(f"training of {recipe} ended with code {code}; its messages are above")
 
 
-def command(recipe: Path, out: Path, args: argparse.Namespace) -> list[str]:
-    """The training command of one run, but for its length."""
-    given = {
-        "target.name": args.target,
-        "data.train": f"[{args.answers}]",
-        "data.regenerate": "false",
-        "run.out": out,
-        "run.seed": args.seed,
-        **({"run.threads": args.threads} if args.threads else {}),
-        **dict(setting.split("=", 1) for setting in args.set),
-    }
-    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "recipes.train", "--config", str(recipe), *flags]
-
-
-def make_plan(argv: list[str], target: TargetModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Steps that fill the budget, and what one of them costs."""
-    config = parse_config(argv)
-    if args.seconds is None:
-        cost = step_flops(config, target)
-        measured, steps = {"teraflops_per_step": cost / 1e12}, args.petaflops * 1e15 / cost
-    else:
-        cost = step_seconds(config, target)
-        measured, steps = {"seconds_per_step": cost}, args.seconds / cost
-    return {**measured, "steps": max(1, int(steps)), "budget": budget(args)}
-
-
-def first_rows(config: TrainConfig, target: TargetModel, steps: int) -> PackedDataset:
-    """Enough of the answers for some steps."""
-    limit = 16 * steps * config.run.batch_size
-    rows = [row for source in config.data.train for row in load_rows(source, limit=limit)]
-    encoded = encode_all(rows, encode_for(target), config.data.skip_bad_rows)
-    data, run = config.data, config.run
-    return PackedDataset(encoded, data.max_length, run.batch_size, run.seed, data.pack)
-
-
-def step_flops(config: TrainConfig, target: TargetModel) -> float:
-    """Floating-point operations of one optimizer step, the target's forward pass included.
+def contenders(runs: list[tuple[Path, Run]]) -> list[Contender]:
+    """All cells of all runs, with names that tell them apart.
 
     Args:
-        config: of ``recipes.train``.
-        target: to count with; its weights' dtype does not matter.
-    """
-    dataset = first_rows(config, target, COUNTED_STEPS)
-    # Chunks take their gradients inside the forward pass, where the counter cannot follow.
-    options = replace(config.loss, chunk=0)
-    objective = build_objective(make_drafter(config, target, dataset), options)
-    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        for step in range(COUNTED_STEPS):
-            for batch in dataset.micro_batches(step, 0, 1, config.run.batch_size):
-                data = run_target(target, batch.to(target.device), objective.drafter.feature_layers)
-                objective(data)[0].backward()
-    return counter.get_total_flops() / COUNTED_STEPS
-
-
-def step_seconds(config: TrainConfig, target: TargetModel) -> float:
-    """Seconds of one optimizer step, as ``training.loop`` runs it.
-
-    Args:
-        config: of ``recipes.train``.
-        target: to time with, in the dtype it will train with.
+        runs: folders and what they hold.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: two have the same name.
     """
-    if target.dtype != getattr(torch, config.target.dtype):
+    found = []
+    for folder, each in runs:
+        for number, cell in enumerate(each.cells):
+            parts = [folder.resolve().name] if len(runs) > 1 else []
+            parts += [cell["name"]] if len(each.cells) > 1 or not parts else []
+            found.append(contender(each, number, " ".join(parts)))
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two contenders are called {name!r}: rename one of the folders")
+    return found
+
+
+def by_temperature(found: list[Contender], baseline: str | None) -> list[list[Contender]]:
+    """Contenders that can be compared, the baseline first in each group.
+
+    Args:
+        found: all.
+        baseline: name of one; None is the first of each group.
+
+    Raises:
+        ValueError: nobody has an opponent, or there is no such baseline.
+    """
+    groups: dict[float, list[Contender]] = {}
+    for each in found:
+        groups.setdefault(each.temperature, []).append(each)
+    kept = [group for group in groups.values() if len(group) > 1]
+    if baseline is not None:
+        if baseline not in {each.name for each in found}:
+            names = ", ".join(repr(each.name) for each in found)
+            raise ValueError(f"--baseline {baseline!r}: there is none; there are {names}")
+        kept = [
+            sorted(group, key=lambda each: each.name != baseline)
+            for group in kept
+            if baseline in {each.name for each in group}
+        ]
+    if not kept:
         raise ValueError(
-            f"--seconds times the target in the recipe's dtype: give --dtype {config.target.dtype}"
+            "RUN: two contenders of equal temperature are needed; there are "
+            + ", ".join(f"{each.name} (T={each.temperature:g})" for each in found)
         )
-    run = config.run
-    dataset = first_rows(config, target, WARM_STEPS + TIMED_STEPS)
-    objective = build_objective(make_drafter(config, target, dataset), config.loss)
-    objective.arithmetic = ARITHMETIC[run.mixed_precision]
-    optimizers = make_optimizers(objective, config.optim)
-    seconds = []
-    for step in range(WARM_STEPS + TIMED_STEPS):
-        start = time.perf_counter()
-        for batch in dataset.micro_batches(step, 0, 1, run.micro_batch_size):
-            data = run_target(target, batch.to(target.device), objective.drafter.feature_layers)
-            with torch.enable_grad():
-                objective(data)[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
-        seconds.append(time.perf_counter() - start)
-    return sum(seconds[WARM_STEPS:]) / TIMED_STEPS
-
-
-# Measuring --------------------------------------------------------------------------------------
-
-
-def evaluate(
-    recipe: Path, target: TargetModel, prompts: list[Prompt], args: argparse.Namespace
-) -> dict[str, Any]:
-    """All measurements of one head, read back where they were done before.
-
-    Raises:
-        ValueError: there is no head.
-    """
-    path, out = args.out / f"{recipe.stem}.result.json", args.out / recipe.stem
-    settings = {
-        "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens,
-        "size": args.size,
-        "depth": args.depth,
-        "seed": args.seed,
-    }
-    if path.is_file():
-        found = dict(json.loads(path.read_text()))
-        if found.get("settings", settings) == settings:
-            return found
-    if not (out / "head" / "config.json").is_file():
-        raise ValueError(f"{recipe.stem} is not trained yet: run this with --part train first")
-    drafter = read_head(out / "head", target, target.dtype)
-    config = yaml.safe_load((out / "config.yaml").read_text())
-    plan = json.loads((args.out / f"{recipe.stem}.plan.json").read_text())
-    state = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in state if "train/tokens" in line][-1]
-    result: dict[str, Any] = {
-        "method": recipe.stem,
-        "settings": settings,
-        "family": drafter.family,
-        "parameters": drafter.num_parameters_trained(),
-        "steps": config["run"]["steps"],
-        "training_tokens": last["train/tokens"],
-        "training_seconds": last["train/seconds"],
-        **plan,
-    }
-    for name, (shape, temperature, rule) in SETTINGS.items():
-        result[name] = measured(drafter, target, prompts, args, shape, temperature, rule)
-        print(f"{recipe.stem} {name}: {result[name]['acceptance_length']:.3f}", flush=True)
-    write_json_atomic(path, result)
-    return result
-
-
-def tree_options(drafter: Drafter, size: int, depth: int | None, chain: bool) -> TreeOptions:
-    """Of a measurement: chains as long as the head drafts, or trees of a size.
-
-    Args:
-        drafter: attached head.
-        size: nodes of a tree, root included.
-        depth: longest chain and tree; None leaves it to the head.
-        chain: no branches, although the head may have a tree of its own.
-    """
-    if not chain:
-        return TreeOptions(size, depth)
-    longest = own_options(TreeOptions(depth=depth, grown=True), drafter).longest
-    return TreeOptions(longest + 1, longest, 1, grown=True)
-
-
-def measured(
-    drafter: Drafter,
-    target: TargetModel,
-    prompts: list[Prompt],
-    args: argparse.Namespace,
-    shape: str,
-    temperature: float,
-    rule: str,
-) -> dict[str, Any]:
-    """One head decoded in one way; greedy trees are compared with plain decoding as well."""
-    chain = shape == "chain"
-    proposer = build_proposer(drafter, tree_options(drafter, args.size, args.depth, chain))
-    report = measure(
-        target,
-        proposer,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        sampling=SamplingParams(temperature, seed=args.seed),
-        rule=rule,
-        compare="plain" if temperature == 0 and not chain else None,
-        progress=True,
-    )
-    found = report.to_dict()
-    names = (
-        "acceptance_length",
-        "acceptance_length_interval",
-        "acceptance_by_position",
-        "greedy_identical",
-        "near_ties",
-        "tokens_per_second",
-        "speedup",
-    )
-    kept = {name: found[name] for name in names if name in found}
-    kept["draft_seconds_per_round"] = found["seconds"]["draft"] / found["num_drafts"]
-    if found["plain_tokens_per_second"]:
-        kept["plain_step_seconds"] = 1 / found["plain_tokens_per_second"]
     return kept
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    head = (
-        "| method | parameters | steps | chain, T=0 | tree, T=0 | chain, T=1 | tree, T=1 "
-        "| c (chain) | c (tree) | greedy identical |"
-    )
-    lines = [head, "|" + "---|" * head.count(" | ") + "---|"]
-    for r in results:
-        same = r["tree_greedy"]["greedy_identical"]
-        lengths = " | ".join(
-            f"{r[name]['acceptance_length']:.2f}"
-            for name in ("chain_greedy", "tree_greedy", "chain_sampled", "tree_sampled")
-        )
-        step = r["tree_greedy"]["plain_step_seconds"]
-        costs = " | ".join(
-            f"{r[name]['draft_seconds_per_round'] / step:.2f}"
-            for name in ("chain_greedy", "tree_greedy")
-        )
-        lines.append(
-            f"| {r['method']} | {r['parameters'] / 1e6:.1f}M | {r['steps']} | {lengths} | {costs} "
-            f"| {'yes' if same else 'NO'} |"
-        )
-    return "\n".join(lines)
+def differing_settings(runs: list[tuple[Path, Run]]) -> list[str]:
+    """A line for every setting that the runs do not share.
+
+    Args:
+        runs: folders and what they hold.
+    """
+    lines = []
+    for key in WATCHED:
+        values = [each.result["settings"].get(key) for _, each in runs]
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"{f.name} {v}" for (f, _), v in zip(runs, values, strict=True))
+            lines.append(f"note: {key} differs: {shown}")
+    return lines
+
+
+# Tables -----------------------------------------------------------------------------------------
+
+
+def compare(group: list[Contender]) -> dict[str, Any]:
+    """Print the tables of one temperature.
+
+    Args:
+        group: two contenders at least, the baseline first.
+
+    Returns:
+        The same as plain values.
+    """
+    ids = common_questions(group)
+    left_out = {each.name: len(each.questions) - len(ids) for each in group}
+    print(f"\nT={group[0].temperature:g}: {len(ids)} questions in common")
+    for name, count in left_out.items():
+        if count:
+            print(f"note: {count} questions of {name} are left out; not all contenders have them")
+    against = [versus(each, group[0], ids) for each in group]
+    print_versus(against)
+    best = winners(group, ids)
+    print_winners(best, [each.name for each in group])
+    duels = ranking(group, ids)
+    print("\nduels won, over all questions and opponents:")
+    print("  " + ", ".join(f"{name} {share:.0%}" for name, share in duels))
+    return {
+        "temperature": group[0].temperature,
+        "baseline": group[0].name,
+        "questions": len(ids),
+        "contenders": [_plain(asdict(each)) for each in against],
+        "by_category": [{**_plain(asdict(each)), "clear": each.clear} for each in best],
+        "duels_won": dict(duels),
+    }
+
+
+def print_versus(against: list[Versus]) -> None:
+    """Every contender beside the baseline, as a Markdown table."""
+    print(f"\n| contender | length | over {against[0].baseline} | won / tied / lost | ", end="")
+    print("speed-up over plain | difference | equal texts |")
+    print("|---|---|---|---|---|---|---|")
+    for number, each in enumerate(against):
+        cells = [each.name, _estimate(each.length)]
+        if number == 0:
+            cells += ["", "", _estimate(each.speedup), "", ""]
+        else:
+            cells += [_estimate(each.difference, "+.2f")]
+            cells += [f"{each.wins} / {each.ties} / {each.losses}", _estimate(each.speedup)]
+            cells += [_estimate(each.speedup_difference, "+.2f")]
+            cells += [f"{each.equal_texts} of {each.questions}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def print_winners(best: list[Winner], names: list[str]) -> None:
+    """Who wins where, as a Markdown table."""
+    print(f"\n| category | questions | {' | '.join(names)} | best | lead over the next |")
+    print("|---" * (len(names) + 4) + "|")
+    for each in best:
+        lengths = " | ".join(_estimate(Estimate(each.lengths[name])) for name in names)
+        lead = _estimate(each.lead, "+.2f") + (", clear" if each.clear else "")
+        print(f"| {each.category} | {each.questions} | {lengths} | {each.name} | {lead} |")
+
+
+def _plain(value: Any) -> Any:
+    """None for what could not be divided, as in texts without a round."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _estimate(found: Estimate | None, form: str = ".2f") -> str:
+    if found is None or math.isnan(found.value):
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.value:{form}}"
+    return f"{found.value:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 
 if __name__ == "__main__":

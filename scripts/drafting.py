@@ -11,7 +11,6 @@ towards its likeliest paths, or they have one `static` shape, the head's own or 
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,15 @@ from inference.proposers.options import DRAWS
 from inference.proposers.suffix import SuffixProposer
 from inference.sampling import SamplingParams
 from inference.static_tree import StaticTree, static_tree
-from scripts.auto_size import decided_by_costs
+from scripts.auto_decided import decided_by_costs
+from scripts.auto_device import decided_on_device
+from scripts.drafting_checks import (
+    check_head,
+    check_laws,
+    check_names,
+    fixed_options,
+    read_tree,
+)
 
 TREE: dict[str, Any] = {
     "size": 32,
@@ -51,11 +58,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The options of each kind, with their defaults; all others have no effect on it."""
 
-AUTO_COPIES: dict[str, int] = {"size": 16, "depth": 15, "branch": 1}
+AUTO_COPIES: dict[str, Any] = {"size": 16, "depth": 15, "branch": 1}
 """Of the copied drafts beside others under `--size auto`."""
 
-NAMED = {"head": "head", "draft-model": "draft_model"}
-"""Kinds that need a model's name, and the option that gives it."""
 
 OPTIONS = (
     "size",
@@ -94,7 +99,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--size",
-        type=_size,
+        type=size_option,
         metavar="N|auto",
         help="nodes per tree, root included (default: 32, or the tree that a head brings along); "
         "with --with-ngram half of them are copied; auto decides in every round what to draft, "
@@ -164,6 +169,7 @@ def load_proposer(
     target: TargetModel,
     engine: Engine | None = None,
     batch_size: int = 1,
+    drafter: Drafter | None = None,
 ) -> Proposer:
     """The proposer that the options ask for.
 
@@ -175,23 +181,25 @@ def load_proposer(
         target: that will verify.
         engine: that will decode, which `--size auto` measures; None is the eager one.
         batch_size: of its calls; `--size auto` measures at it.
+        drafter: of `--head`, where it was read before.
 
     Raises:
         ValueError: an option is missing, or has no effect.
     """
     if args.size == "auto":
-        return _load_auto(args, target, engine or EagerEngine(target), batch_size)
+        return _load_auto(args, target, engine or EagerEngine(target), batch_size, drafter)
     if args.costs is not None:
         raise ValueError("--costs has an effect with --size auto only: drop it")
     kind = args.proposer or "head"
-    _check_names(args, kind)
+    check_names(args, kind)
     defaults = dict(DEFAULTS[kind])
     fixed = {name: f"not an option of {kind} drafts" for name in OPTIONS if name not in defaults}
-    drafter = read_head(args.head, target, target.dtype) if kind == "head" else None
+    if kind == "head" and drafter is None:
+        drafter = read_head(args.head, target, target.dtype)
     shape, tree = _tree(args, kind, drafter)
     fixed |= fixed_options(drafter, tree)
     if drafter is not None:
-        _check_head(args, drafter)
+        check_head(args, drafter)
         defaults["depth"] = drafter.num_drafts or defaults["depth"]
     options: dict[str, Any] = {}
     for name in OPTIONS:
@@ -201,7 +209,7 @@ def load_proposer(
         elif given is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect on these drafts, {fixed[name]}: drop it")
-    _check_laws(args)
+    check_laws(args)
     vars(args).update(options, proposer=kind, tree=tree)
     proposer = _build(args, kind, drafter, target, options, shape)
     if args.min_confidence and args.rule != "all":
@@ -231,60 +239,6 @@ def _tree(
     if given == "static":
         return None if own is None else static_tree([tuple(path) for path in own]), given
     return read_tree(Path(given)), given
-
-
-def read_tree(path: Path) -> StaticTree:
-    """A shape from a JSON file.
-
-    Args:
-        path: a list of rank paths such as [[0], [0, 0], [1]], or an object with one as `tree`, as
-            the config of a head is.
-
-    Raises:
-        ValueError: the file holds none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found = found["tree"] if isinstance(found, dict) else found
-        paths = [tuple(int(rank) for rank in ranks) for ranks in found]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--tree {path}: neither grown nor static nor a JSON file with a list of rank paths "
-            f"such as [[0], [0, 0], [1]] ({error})"
-        ) from error
-    return static_tree(paths)
-
-
-def fixed_options(drafter: Drafter | None, tree: str | None) -> dict[str, str]:
-    """The options that have no effect, and why.
-
-    Args:
-        drafter: the head, if drafts come from one.
-        tree: value of `--tree`.
-    """
-    fixed: dict[str, str] = {}
-    own = None if drafter is None else drafter.config.tree
-    if tree in (None, "grown"):
-        return fixed
-    if tree != "static":
-        why = f"whose shape is that of {tree}"
-    elif own is not None:
-        why = f"whose head brings its own tree of {len(own)} draft tokens along (--tree grown)"
-    else:
-        return {**fixed, "branch": "whose shape is static, chosen by --size (or --tree grown)"}
-    return {**fixed, "size": why, "depth": why, "branch": why}
-
-
-def _check_head(args: argparse.Namespace, drafter: Drafter) -> None:
-    """Options that a head must be made for."""
-    most = drafter.num_drafts
-    if args.depth is not None and most is not None and args.depth > most:
-        raise ValueError(f"--depth {args.depth}: this head drafts {most} tokens, no more: lower it")
-    if args.min_confidence and drafter.confidence is None:
-        raise ValueError(
-            "--min-confidence needs a head with a confidence output, and this one has none: train "
-            "one with confidence_head, or drop it"
-        )
 
 
 def _build(
@@ -342,37 +296,12 @@ def confidence_note(proposer: Proposer, rule: str, temperature: float) -> str | 
     return None
 
 
-def _check_names(args: argparse.Namespace, kind: str) -> None:
-    """The models and layers that a kind needs are there, and no others."""
-    for other, name in NAMED.items():
-        given, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        if kind == other and given is None:
-            raise ValueError(
-                f"{flag} NAME is needed for drafts of a {kind}; or choose drafts that need no "
-                "training with --proposer"
-            )
-        if kind != other and given is not None:
-            raise ValueError(f"{flag} has no effect with --proposer {kind}: drop one of them")
-    layers = [args.exit_layer, args.draft_layers]
-    if kind == "layer-skip" and (layers[0] is None) == (layers[1] is None):
-        raise ValueError("--proposer layer-skip needs either --exit-layer or --draft-layers")
-    if kind != "layer-skip" and layers != [None, None]:
-        raise ValueError("--exit-layer and --draft-layers belong to --proposer layer-skip")
-
-
-def _check_laws(args: argparse.Namespace) -> None:
-    """Options of drafts at a temperature have no effect where none are chosen so."""
-    sampled = args.temperature > 0
-    if args.draws is not None and not (sampled and args.rule in ("all", "rejection", "block")):
-        raise ValueError("--draws has an effect with --rule rejection at a --temperature only")
-    if args.sharpness is not None and not (sampled and args.rule in ("all", "coupled")):
-        raise ValueError("--sharpness has an effect with --rule coupled at a --temperature only")
-    if args.draft_temperature is not None and not sampled:
-        raise ValueError("--draft-temperature has no effect at temperature 0: drop it")
-
-
 def _load_auto(
-    args: argparse.Namespace, target: TargetModel, engine: Engine, batch_size: int
+    args: argparse.Namespace,
+    target: TargetModel,
+    engine: Engine,
+    batch_size: int,
+    drafter: Drafter | None,
 ) -> Proposer:
     """What `--size auto` decides among: the drafts that the other options ask for, copied ones and
     none.
@@ -384,20 +313,22 @@ def _load_auto(
         )
     if args.with_ngram:
         raise ValueError("--with-ngram has no effect with --size auto, which copies: drop it")
-    if isinstance(engine, DeviceEngine):
-        raise ValueError("--size auto decides on the host: use engine packed or compiled")
     kind = args.proposer or "head"
     alone = argparse.Namespace(**{**vars(args), "size": None, "costs": None})
     if kind == "head":
         alone.tree = "grown"
-    arms = {kind: load_proposer(alone, target)}
+    arms = {kind: load_proposer(alone, target, drafter=drafter)}
+    if isinstance(engine, DeviceEngine):
+        vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
+        return decided_on_device(args, arms[kind], engine, batch_size)
     if kind not in ("ngram", "suffix"):
         arms["ngram"] = NgramProposer(**AUTO_COPIES)
     vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
     return decided_by_costs(args, arms, engine, batch_size)
 
 
-def _size(text: str) -> int | str:
+def size_option(text: str) -> int | str:
+    """A value of `--size`."""
     if text == "auto":
         return text
     try:

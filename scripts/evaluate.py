@@ -1,24 +1,35 @@
-"""Measure a draft head: acceptance length, speed, and that greedy output does not change.
+"""Measure drafts: acceptance length, speed, and that the output does not change.
 
     python -m scripts.evaluate --target targets/smollm2-135m --head outputs/eagle3/head \\
         --prompts prompts.jsonl --limit 24
+    python -m scripts.evaluate --target T --head H --prompts q.jsonl --out RUN --predict \\
+        --temperature 0 1 --rule match coupled rejection --size 1 6 16
+    python -m scripts.evaluate --target T --prompts q.jsonl --simulate 0.7 --depth 5
 
-Every prompt is decoded plainly and then speculatively, so that noise of the machine hits both.
+Prompts are JSONL as of EAGLE, Spec-Bench and SPEED-Bench (question_id, category, turns), a data set
+by name (owner/name:config:split), or a .txt file of one prompt a line. Conversations are decoded
+turn after turn, with the target's own answers in the history (--turns first takes the first alone).
+Several temperatures, rules and sizes make a grid of cells that decode the same prompts, each batch
+of them plainly first, once for all cells of a temperature, so that noise of the machine hits all.
+
 Acceptance length is tokens per target forward after the prefill, the bonus token included, pooled
-over all rounds; "accepted" leaves the bonus out; "per request" averages the means of the prompts.
-Where greedy texts differ, the gap between the target's best tokens decides: below 1e-4 it is
-rounding (a near tie, counted), otherwise the exit code is 1. The last line is one JSON object.
+over all rounds; "accepted" leaves the bonus out; "per request" averages the means of the requests.
+Intervals are 95 %, from resampling whole conversations. Where texts differ that must not, the gap
+between the target's best tokens decides: below 1e-4 it is rounding (a near tie, counted), otherwise
+the exit code is 1. --out writes a folder: result.json, and records.jsonl with every round. The last
+line of the output is one JSON object.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from inference.compare import REFERENCES
-from inference.evaluation import Report, measure
+from inference.engines import ENGINES
+from inference.evaluation import measure_cells
+from scripts.auto_decided import keep_learnt
 from scripts.common import (
+    OPTIONS,
     SAMPLING_OPTIONS,
     add_options,
     encode_prompts,
@@ -28,53 +39,133 @@ from scripts.common import (
     parser_for,
     print_json,
     run,
-    sampling_params,
-    write_json_atomic,
 )
-from scripts.drafting import add_drafting_options, confidence_note, load_proposer
-from training.provenance import provenance
+from scripts.drafting import add_drafting_options, confidence_note, size_option
+from scripts.evaluate_grid import GridCell, load_cells, plain_options
+from scripts.evaluate_prediction import add_predictions, print_prediction
+from scripts.evaluate_run import cell_result, check_out, run_result, write_out
+from scripts.evaluate_tables import print_report, print_summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the tables and the JSON line; 1 if greedy output changed."""
+    """Measure, print the tables and the JSON line; 1 if output changed that must not."""
     args = parse_args(argv)
-    sampling = sampling_params(args)
-    rows = load_prompts(args.prompts, args.limit)
+    if args.out is not None:
+        check_out(args.out)
+    rows = load_prompts(args.prompts, args.limit, args.turns)
     target = load_target(args, args.chat_template)
     engine = open_engine(args, target)
-    proposer = load_proposer(args, target, engine, args.batch_size)
-    report = measure(
+    grid, notes = load_cells(args, target, engine)
+    for note in notes:
+        print(f"note: {note}")
+    reports = measure_cells(
         target,
-        proposer,
+        [one.cell for one in grid],
         encode_prompts(target, rows),
         max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        rule=args.rule,
         compare=args.reference,
         batch_size=args.batch_size,
         progress=True,
         engine=engine,
+        trace=args.trace,
     )
-    result = {**report.to_dict(), "settings": settings(args)}
-    print_report(result)
-    if result["confidence_drafts"] and not args.min_confidence:  # with it, it has been said
-        note = confidence_note(proposer, args.rule, sampling.temperature)
-        print("" if note is None else f"note: {note}\n", end="")
+    cells = [cell_result(one, report) for one, report in zip(grid, reports, strict=True)]
+    if args.predict:
+        add_predictions(target, grid, reports, cells)
+    for one, cell in zip(grid, cells, strict=True):
+        show(one, cell, len(grid) > 1)
+        keep_learnt(one.cell.proposer)
+    if len(grid) > 1:
+        print_summary(cells)
+    result = json_line(args, grid, cells)
     try:
         if args.out is not None:
-            write_json_atomic(args.out, {**result, **provenance(), "requests": records(report)})
+            write_out(args.out, run_result(args, target, grid, cells), reports, target)
     finally:  # a full disk must not cost the results
         print_json(result)
-    return 1 if report.identical is False else 0
+    return 1 if any(report.identical is False for report in reports) else 0
+
+
+def show(one: GridCell, cell: dict[str, Any], named: bool) -> None:
+    """The tables of one cell."""
+    if named:
+        print(f"\n== {cell['name']}\n")
+    print_report(cell)
+    if cell["prediction"] is not None:
+        print_prediction(cell)
+    if cell["confidence_drafts"] and not one.args.min_confidence:  # with it, it has been said
+        note = confidence_note(one.cell.proposer, one.args.rule, one.args.temperature)
+        print("" if note is None else f"note: {note}\n", end="")
+
+
+def json_line(
+    args: argparse.Namespace, grid: list[GridCell], cells: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One cell's numbers at the top level, or several cells."""
+    if len(cells) == 1:
+        return {**cells[0], "settings": grid[0].options()}
+    return {"cells": cells, "settings": plain_options(args)}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = parser_for(__doc__)
+    parser = parser_for(__doc__, replace=True)  # some shared options take several values here
     add_drafting_options(parser)
     add_options(parser, "--target", "--prompts", "--limit", "--max-new-tokens")
     add_options(parser, *SAMPLING_OPTIONS, "--rule", "--batch-size")
-    add_options(parser, "--engine", "--dtype", "--device", "--threads", "--chat-template", "--out")
+    add_options(parser, "--dtype", "--device", "--threads", "--chat-template")
+    add = parser.add_argument
+    grid = "; several make a grid"
+    add(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        metavar="T",
+        help=f"0 is greedy (default: 0){grid}",
+    )
+    add(
+        "--rule",
+        nargs="+",
+        default=["match"],
+        choices=OPTIONS["--rule"]["choices"],
+        help=f"{OPTIONS['--rule']['help']} (default: match){grid}",
+    )
+    add(
+        "--size",
+        type=size_option,
+        nargs="+",
+        metavar="N|auto",
+        help="nodes per tree, root included (default: 32, or the tree that a head brings along), 1 "
+        f"drafts nothing, auto decides in every round{grid}",
+    )
+    engines = OPTIONS["--engine"]["help"] + ", device (whole rounds there, trained heads only)"
+    add("--engine", choices=tuple(ENGINES), default="eager", help=f"{engines} (default: eager)")
+    add("--simulate", type=float, metavar="A", help="drafts that are right with this probability")
+    add(
+        "--turns",
+        choices=("all", "first"),
+        default="all",
+        help="of conversations (default: %(default)s)",
+    )
+    add("--out", type=Path, metavar="RUN", help="folder to write the run into")
+    add(
+        "--trace",
+        type=int,
+        metavar="N",
+        help="--out: trees of the first N turns of each cell (default: 4; engine device: 0)",
+    )
+    add(
+        "--predict",
+        action="store_true",
+        help="predict from one pass over the plain texts what heads give, and say if it is not so",
+    )
+    add_reference(parser)
+    return checked(parser.parse_args(argv), parser)
+
+
+def add_reference(parser: argparse.ArgumentParser) -> None:
+    """What to compare with."""
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument(
         "--reference",
@@ -84,89 +175,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     reference.add_argument(
         "--no-plain", action="store_true", help="no reference: no speed-up, no identity check"
     )
-    args = parser.parse_args(argv)
+
+
+def checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Options that go together; the reference by name."""
     if args.reference is None and not args.no_plain:
         args.reference = "plain"
+    if args.predict and args.reference is None:
+        parser.error("--predict needs the plain texts: drop --no-plain")
+    if args.trace is not None and args.out is None:
+        parser.error("--trace is for the folder: give --out")
+    if args.trace and args.engine == "device":
+        parser.error("--trace: engine device keeps its trees to itself; use packed")
+    if args.trace is None:
+        args.trace = 4 if args.out is not None and args.engine != "device" else 0
+    if args.trace < 0:
+        parser.error("--trace: at least 0")
     return args
-
-
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """All options, and the threads in use, as plain values."""
-    used = {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
-    }
-    return {**used, "threads": torch.get_num_threads()}
-
-
-def records(report: Report) -> list[dict[str, Any]]:
-    """What every prompt gave, so that any other average can be taken."""
-    return [
-        {
-            "id": request.prompt.id,
-            "category": request.prompt.category,
-            "emitted_per_round": request.emitted,
-            "tokens": request.tokens,
-            "seconds": request.seconds,
-        }
-        for request in report.requests
-    ]
-
-
-# Tables -----------------------------------------------------------------------------------------
-
-
-def print_report(result: dict[str, Any]) -> None:
-    """Tables for people: by category, by position, time, identity."""
-    print(
-        f"{'category':<18}{'prompts':>8}{'rounds':>8}{'length':>8}  {'95 % interval':<16}", end=""
-    )
-    print(f"{'accepted':>8}{'per request':>13}{'tokens/s':>10}{'plain':>8}{'speedup':>9}")
-    for name, group in [*sorted(result["by_category"].items()), ("all", result)]:
-        interval = group["acceptance_length_interval"]
-        shown = f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "-"
-        print(f"{name:<18.18}{group['num_prompts']:>8}{group['num_drafts']:>8}", end="")
-        print(f"{_number(group['acceptance_length']):>8}  {shown:<16}", end="")
-        print(f"{_number(group['accepted_per_round']):>8}", end="")
-        print(f"{_number(group['acceptance_length_per_request']):>13}", end="")
-        print(f"{_number(group['tokens_per_second'], 1):>10}", end="")
-        print(f"{_number(group['plain_tokens_per_second'], 1):>8}", end="")
-        print(f"{_number(group['speedup']):>9}")
-    rates = result["acceptance_by_position"]
-    print("\nposition   " + "".join(f"{n:>7}" for n in range(1, len(rates["survival"]) + 1)))
-    for name in ("survival", "conditional"):
-        print(f"{name:<11}" + "".join(f"{_number(rate, 3):>7}" for rate in rates[name]))
-    seconds, total = result["seconds"], result["seconds"]["total"]
-    if total:
-        parts = (f"{name} {seconds[name] / total:.1%}" for name in ("target", "draft", "other"))
-        print(f"\ndecoding time: {', '.join(parts)} of {total:.1f} s")
-    if result["confidence_drafts"]:
-        print(
-            f"confidence: AUC {_number(result['confidence_auc'], 3)}, error of the predicted "
-            f"survival {_number(result['confidence_error'], 3)} over "
-            f"{result['confidence_drafts']} drafts"
-        )
-    print_identity(result)
-
-
-def print_identity(result: dict[str, Any]) -> None:
-    """Whether the output is that of the reference, and every difference."""
-    if result["num_skipped"]:
-        print(f"skipped: {result['num_skipped']} prompts too long for the target")
-    if result["identical"] is None:
-        return
-    verdict = "identical" if result["identical"] else "NOT identical"
-    print(f"output: {verdict} to decoding without drafts; near ties: {result['near_ties']}")
-    for found in result["differences"]:
-        gap = "no gap" if found["gap"] is None else f"gap {found['gap']:.2e}"
-        kind = "near tie" if found["near_tie"] else "FAILURE"
-        print(
-            f"  {kind}: prompt {found['id']}, new token {found['position']}: "
-            f"{found['expected']} -> {found['found']}, {gap}"
-        )
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

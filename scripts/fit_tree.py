@@ -7,7 +7,8 @@ The target answers held-out prompts. At every position of the answers the head d
 the decoder's own code, and it is noted at which rank of each draft law the answer's next token is.
 From these rates comes the tree with the most expected tokens per round: of `--size` nodes, or of
 the size and depth with the least expected time per token by a cost table, which is measured on the
-spot (`--measure-cost`) or read from a file (`--cost-table`, as the last line of output has it).
+spot (`--measure-cost`, with the `--engine` to decode with) or read from a file (`--cost-table`, as
+the last line of output has it).
 `--save` writes the tree into the head's config, from where every decoder of this project takes it.
 
 The rates depend on the rule, the temperature and the warpers, so fit for those you decode with.
@@ -22,18 +23,24 @@ is one JSON object.
 import argparse
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from drafters import Drafter, TargetModel
+from drafters import Drafter
 from drafters.export import read_head
+from inference.cost_calibration import REPEATS
+from inference.engine import EagerEngine, Engine
 from inference.evaluation import Prompt
 from inference.generate import speculative_generate
 from inference.proposers import HeadProposer, TreeOptions, build_proposer
-from inference.rates import Rates, measure_rates, verify_seconds
+from inference.rates import Rates, measure_rates
+from inference.round_parts import Calibration
 from inference.sampling import SamplingParams
 from inference.sequoia import TreeChoice, choose_tree, expected_tokens, optimal_tree
 from inference.static_tree import StaticTree, optimal_static_tree
@@ -46,6 +53,7 @@ from scripts.common import (
     fitting,
     load_prompts,
     load_target,
+    open_engine,
     parser_for,
     print_json,
     run,
@@ -72,15 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     drafter = read_head(args.head, target, target.dtype)
     depth = depth_of(drafter, args.depth)
     prompts = fitting(target, encode_prompts(target, rows), args.max_new_tokens)
+    engine = open_engine(args, target) or EagerEngine(target)
+    engine.prepare(drafter)
     kept = args.check if len(prompts) > args.check else 0
     fitted, checked = prompts[: len(prompts) - kept], prompts[-args.check :] if args.check else []
     proposer = build_proposer(drafter, TreeOptions(depth + 1, depth, 1, grown=True))
-    rates = measure(target, proposer, fitted, sampling, args, depth)
+    rates = measure(engine, proposer, fitted, sampling, args, depth)
     print(f"rates of acceptance by depth and rank, from {rates.rounds} rounds:")
     for row in rates.table.tolist():
         print("  " + " ".join(f"{rate:.3f}" for rate in row))
     if args.measure_cost:
-        costs = measure_costs(target, drafter, fitted[0], rates)
+        costs = measure_costs(engine, proposer, fitted[0], rates)
     shape, choice = fit(rates, args, costs, args.rule == "rejection" and proposer.draws == "all")
     expected = expected_tokens(shape, rates.table)
     print(f"tree: {shape.num_nodes} nodes, depth {shape.depth}, expected {expected:.3f} per round")
@@ -88,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         path = Path(args.head) / CONFIG
         write_json_atomic(path, {**config, "tree": [list(path) for path in shape.paths()]})
         print(f"saved in {path}")
-    lengths = check(target, drafter, shape, checked, sampling, args)
+    lengths = check(engine, drafter, shape, checked, sampling, args)
     print_json(record(rates, shape, expected, lengths, choice, costs))
     return 0
 
@@ -96,7 +106,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    add_options(parser, *MODEL_OPTIONS, "--head", "--prompts", "--limit", "--max-new-tokens")
+    add_options(
+        parser, *MODEL_OPTIONS, "--engine", "--head", "--prompts", "--limit", "--max-new-tokens"
+    )
     add_options(parser, "--temperature", *WARPER_OPTIONS, "--seed", "--chat-template")
     add = parser.add_argument
     add("--rule", choices=RULES, default="match", help="to decode with (default: match)")
@@ -146,7 +158,7 @@ def depth_of(drafter: Drafter, given: int | None) -> int:
 
 
 def measure(
-    target: TargetModel,
+    engine: Engine,
     proposer: HeadProposer,
     prompts: list[Prompt],
     sampling: SamplingParams,
@@ -163,11 +175,16 @@ def measure(
     for number, prompt in enumerate(tqdm(prompts, unit="prompt", disable=None)):
         own = replace(sampling, seed=sampling.seed + number)
         answer = speculative_generate(  # its text is plain decoding's
-            target, proposer, [prompt.ids], max_new_tokens=args.max_new_tokens, sampling=own
+            engine.target,
+            proposer,
+            [prompt.ids],
+            max_new_tokens=args.max_new_tokens,
+            sampling=own,
+            engine=engine,
         )
         measure_rates(
             found,
-            target,
+            engine.target,
             proposer,
             [*prompt.ids, *answer.sequences[0]],
             len(prompt.ids),
@@ -239,18 +256,27 @@ def read_costs(path: Path) -> dict[str, Any]:
 
 
 def measure_costs(
-    target: TargetModel, drafter: Drafter, prompt: Prompt, rates: Rates
+    engine: Engine, proposer: HeadProposer, prompt: Prompt, rates: Rates
 ) -> dict[str, Any]:
-    """Seconds of target forwards behind a prompt, and of drafting, on this machine."""
-    sizes = [size for size in (1, *SIZES) if target.has_room(len(prompt.ids), size)]
+    """Seconds of target forwards behind a text as long as a prompt, and of drafting, on this
+    machine; a larger tree is never cheaper, as noise might have it.
+    """
+    context = len(prompt.ids)
+    sizes = [size for size in (1, *SIZES) if engine.target.has_room(context, size)]
+    calibration = Calibration(engine, {"head": proposer})
+    with torch.inference_mode():
+        turns = [
+            [calibration.verify(size, context, 1) for size in sizes] for _ in range(1 + REPEATS)
+        ]
+    medians = map(median, zip(*turns[1:], strict=True))  # the first turn warms up
     return {
-        "verify_seconds": verify_seconds(target, prompt.ids, sizes),
-        "draft_seconds": rates.draft_seconds(drafter.shape == "sequential"),
+        "verify_seconds": dict(zip(sizes, accumulate(medians, max), strict=True)),
+        "draft_seconds": rates.draft_seconds(proposer.drafter.shape == "sequential"),
     }
 
 
 def check(
-    target: TargetModel,
+    engine: Engine,
     drafter: Drafter,
     shape: StaticTree,
     prompts: list[Prompt],
@@ -267,12 +293,13 @@ def check(
     lengths = {}
     for name, options in tried.items():
         stats = speculative_generate(
-            target,
+            engine.target,
             build_proposer(drafter, options),
             [prompt.ids for prompt in prompts],
             max_new_tokens=args.max_new_tokens,
             sampling=sampling,
             rule=args.rule,
+            engine=engine,
         ).stats
         if stats.num_drafts:
             lengths[name] = 1.0 + stats.accepted_per_round

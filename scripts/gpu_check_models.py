@@ -156,9 +156,9 @@ def rounds_of(
     )  # fmt: skip
     capacity = cache.capacity - MOST_ROWS
     drafter = build_static_drafter(head, options, law, capacity, max_depth=state.max_depth)
-    rule = Rule("match", greedy, options.top_k, vocab)
+    rule = Rule("match", greedy, vocab)
     capture = capture_for(device, graphs, warm_ups=0) if graphs else None
-    rounds = Rounds(engine, cache, drafter, state, rule, capture)
+    rounds = Rounds(engine, cache, [drafter], state, rule, capture)
     restarted(rounds, work.context)
     return rounds
 

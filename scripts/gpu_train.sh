@@ -151,7 +151,7 @@ say "$(wc -l < "$answers") answers, at least $TOKENS answer tokens"
 
 # --- 2: training, 3: measuring
 compare() {
-  "$PYTHON" -m scripts.compare --target "$TARGET" --answers "$answers" --prompts "$DEV" \
+  "$PYTHON" -m scripts.equal_budget --target "$TARGET" --answers "$answers" --prompts "$DEV" \
     --limit "$DEV_PROMPTS" --max-new-tokens "${DEV_TOKENS:-64}" --seconds "$TRAIN_SECONDS" \
     --out "$OUT/runs" --threads "$OMP_NUM_THREADS" \
     --set "run.batch_size=$BATCH" "run.micro_batch_size=$BATCH" "data.max_length=$LENGTH" "$@"

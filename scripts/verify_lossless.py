@@ -25,6 +25,10 @@ which no draft token was accepted: it has tried nothing.
 nearly every draft is accepted; the verdict must then be `not lossless`, or the check has too little
 power to say anything with these drafts and options.
 
+`--engine` says what runs target and drafts, and is what the verdict is about. Plain texts, audits
+and laws come from transformers' own forward over its own cache, whatever the engine; its linear
+layers are the packed ones, where the engine packs them.
+
 `--report` writes a page with the verdict, the figures behind it and what was not tested. The
 verdict in the JSON line, the last one, is `lossless` (exit code 0), `not lossless` (1) or
 `inconclusive` (3). A lossless decoder fails the third check once in 10,000 runs per rule.
@@ -37,11 +41,14 @@ from pathlib import Path
 from typing import Any
 
 from drafters import TargetModel
+from inference.engine import Engine
+from inference.engines import ENGINES
 from inference.evaluation import Prompt
 from inference.law_check import MIN_ROUNDS, NEW_TOKENS, WrongLaw, check_law
 from inference.lossless_report import render
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
+from inference.static.accept import STATIC_RULES
 from inference.token_check import MAX_ULP, TokenChecker
 from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall
 from inference.verify import RULES, SAME_TOKENS
@@ -53,6 +60,7 @@ from scripts.common import (
     fitting,
     load_prompts,
     load_target,
+    open_engine,
     parser_for,
     print_json,
     run,
@@ -74,15 +82,17 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("--temperature must be above 0: greedy decoding is checked in any case")
     rows = load_prompts(args.prompts, args.limit)
     target = load_target(args, args.chat_template)
-    proposer = load_proposer(args, target)
+    engine = open_engine(args, target)
+    proposer = load_proposer(args, target, engine)
     given = encode_prompts(target, rows)
     prompts = fitting(target, given, max(args.max_new_tokens, NEW_TOKENS))
-    checks, not_tested = run_checks(target, proposer, prompts, sampling, args)
+    checks, not_tested = run_checks(target, proposer, prompts, sampling, args, engine)
     if len(prompts) < len(given):
         not_tested.append(f"{len(given) - len(prompts)} prompts, which are too long for the target")
     verdict = overall([check["verdict"] for check in checks])
     result = {
         "verdict": verdict,
+        "engine": args.engine,
         "negative_control": args.negative_control,
         "checks": checks,
         "not_tested": not_tested,
@@ -91,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     result["greedy_identical"] = all(greedy) if greedy else None
     for check in checks:
         print(f"{check['check']:<10} {check['rule']:<10} {check['verdict']:<13} {describe(check)}")
+    print(f"engine: {args.engine}")
     for remark in not_tested:
         print(f"not tested: {remark}")
     try:
@@ -118,6 +129,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_drafting_options(parser)
     add_options(parser, "--chat-template", "--batch-size", "--out", batch_size=16)
     add = parser.add_argument
+    add("--engine", choices=ENGINES, default="eager", help="what decodes (default: eager)")
     add("--report", type=Path, metavar="FILE.md", help="write a page with all that was found")
     add("--rule", choices=("all", *RULES), default="all", help="check one rule (default: all)")
     add("--seeds", type=int, default=3, metavar="N", help="seeds per prompt (default: 3)")
@@ -145,6 +157,7 @@ def run_checks(
     prompts: list[Prompt],
     sampling: SamplingParams,
     args: argparse.Namespace,
+    engine: Engine | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per check and rule, and remarks on what was left out."""
     if args.negative_control:
@@ -152,22 +165,25 @@ def run_checks(
         if rule in SAME_TOKENS:
             raise ValueError(f"--negative-control has no effect with --rule {rule}: drop one")
         wrong = WrongLaw(proposer, target.vocab_size)
-        return [law_record(target, wrong, prompts, sampling, rule, args)], []
+        return [law_record(target, wrong, prompts, sampling, rule, args, engine)], []
     not_tested = [f"rule `{rule}`" for rule in RULES if args.rule not in ("all", rule)]
     if len(prompts) == 1:
         not_tested.append("batches, as there is one prompt only")
-    checker = TokenChecker(target, proposer, prompts, args.max_new_tokens, args.max_ulp)
+    checker = TokenChecker(target, proposer, prompts, args.max_new_tokens, args.max_ulp, engine)
     checks: list[dict[str, Any]] = []
     for rule in RULES if args.rule == "all" else [args.rule]:
         if rule == "block" and args.rule == "all" and not proposer.chains:
             not_tested.append("rule `block`, as it verifies chains and these drafts are trees")
+            continue
+        if args.engine == "device" and args.rule == "all" and rule not in STATIC_RULES:
+            not_tested.append(f"rule `{rule}`, which engine device does not have")
             continue
         checks.append(asdict(checker.run("greedy", rule, SamplingParams(), progress=True)))
         if rule in SAME_TOKENS:
             same = checker.run("same seed", rule, sampling, args.seeds, progress=True)
             checks.append(asdict(same))
         else:
-            checks.append(law_record(target, proposer, prompts, sampling, rule, args))
+            checks.append(law_record(target, proposer, prompts, sampling, rule, args, engine))
     return checks, not_tested + shallow(checks)
 
 
@@ -189,10 +205,12 @@ def law_record(
     sampling: SamplingParams,
     rule: str,
     args: argparse.Namespace,
+    engine: Engine | None,
 ) -> dict[str, Any]:
     """The statistical check of one rule."""
+    samples, size = args.samples, args.batch_size
     report = check_law(
-        target, proposer, prompts, sampling, args.samples, rule, args.batch_size, progress=True
+        target, proposer, prompts, sampling, samples, rule, size, progress=True, engine=engine
     )
     return {"check": "law", **asdict(report)}
 

@@ -39,9 +39,10 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from inference.engine import Engine
 from inference.generate import Generation, Round, speculative_generate
 from inference.hf.rows import Row, RowEnd, check_rule, row_samplings, split_rows
-from inference.hf.setup import deliver_everything_to, resolve
+from inference.hf.setup import deliver_everything_to, engine_of, resolve
 from inference.proposers import TreeOptions
 from inference.stats import AcceptanceStats
 from inference.stopping import Stop
@@ -91,6 +92,7 @@ def speculative(
     drafter: Any = None,
     rule: str = "match",
     tree: TreeOptions | None = None,
+    engine: str | Engine = "eager",
     seed: int | None = None,
     record_rounds: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -107,6 +109,9 @@ def speculative(
             `inference.proposers.Proposer`.
         rule: of acceptance, see `speculative_generate`.
         tree: what a head drafts.
+        engine: what runs the model: a name of `inference.engines.ENGINES`, or an engine. One that
+            is named is built at the first call and stays with the model, whose weights must not
+            change meanwhile, until a call names another.
         seed: row b draws with seed + b. None draws the seeds from torch's global generator, so that
             `torch.manual_seed` reproduces.
         record_rounds: fill `SpeculativeOutput.rounds`.
@@ -132,6 +137,7 @@ def speculative(
         max_new_tokens=batch.max_new_tokens,
         sampling=row_samplings(logits_processor, batch.rows, seeds, target.device),
         rule=rule,
+        engine=engine_of(target, engine),
         stop=batch.stops,
         on_token=None if streamer is None else _Feed(streamer, batch),
         output_scores=as_dict and bool(generation_config.output_scores),

@@ -13,6 +13,8 @@ from transformers.generation import GenerationMixin
 
 from drafters import Drafter, TargetModel
 from drafters.export import read_head
+from inference.engine import Engine
+from inference.engines import ENGINES, build_engine
 from inference.proposers import Proposer, TreeOptions, build_proposer
 
 _ATTRIBUTE = "_speculative"
@@ -25,12 +27,14 @@ class _Built:
         target: the model as the decoder sees it.
         tokenizer: of the target.
         heads: that were read, by folder or name and what the model was like.
+        engine: used last; None for "eager".
     """
 
     def __init__(self) -> None:
         self.target: TargetModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.heads: dict[Any, Drafter] = {}
+        self.engine: Engine | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Built:
         """A copy of the model begins anew."""
@@ -81,6 +85,42 @@ def resolve(
             f"drafter= is on {head.device} but the model on {head.target.device}: move one of them"
         )
     return head.target, build_proposer(head, tree)
+
+
+def engine_of(target: TargetModel, engine: str | Engine) -> Engine | None:
+    """The engine of a name, which stays with the model until another one is asked for.
+
+    Args:
+        target: of `resolve`.
+        engine: name, or an engine that the caller keeps.
+
+    Returns:
+        None for "eager".
+
+    Raises:
+        ValueError: naming `engine=`.
+    """
+    if isinstance(engine, Engine):
+        if engine.target.model is not target.model:
+            raise ValueError("engine= runs another model: build one for this one")
+        if engine.target is not target:
+            raise ValueError(
+                "engine= was built for another TargetModel of this model: build it for "
+                "drafter.target, or give its name"
+            )
+        return engine
+    if engine not in ENGINES:
+        raise ValueError(
+            f"engine= must be one of {', '.join(ENGINES)}, or an Engine; got {engine!r}"
+        )
+    built = _built(target.model)
+    kept = built.engine
+    if kept is not None and (kept.name != engine or kept.target is not target):
+        kept.close()
+        built.engine = None
+    if built.engine is None and engine != "eager":
+        built.engine = build_engine(target, engine)
+    return built.engine
 
 
 def _target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> TargetModel:

@@ -1,79 +1,47 @@
 """How much to draft, and by whom, decided anew in every round: none of it where that is faster.
 
-Every sequence asks its controller (`inference.controller`), which knows what rounds cost and learns
-how good the drafts of each proposer ("arm") are, and gets a tree of the size it chose, or the root
-alone: a plain step. Arms that copy text are asked first, as it costs nothing to see what they have;
-what they would have got right is learnt whether they are chosen or not.
+In every round it is chosen for each sequence what drafts for it, and how much, or nothing: a plain
+step. Who chooses knows what rounds cost and learns how good the drafts of each proposer ("arm") are
+(`inference.proposers.deciding`): for all sequences of a batch at once, as they share one forward,
+where they may look at each other; otherwise each for itself. Arms that copy text are asked first,
+as it costs nothing to see what they have; what they would have got right is learnt whether they are
+chosen or not.
 
 An arm that is idle is not called. What it has to absorb is kept for it and handed over at once when
-it is needed next.
-
-Which rows learn from each other is `may_look`'s to say: where a sequence may look at itself only,
-its controller is new in every call and starts from the priors. Each sequence takes the others of
-the batch to be like itself.
-
-Letters: n positions, F·D captured features, D hidden.
+it is needed next, and what that costs counts when it is chosen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.compose import select_layers
-from inference.proposers.draft_model import DraftModelProposer
-from inference.proposers.heads import HeadProposer
-from inference.proposers.ngram import NgramProposer
-from inference.proposers.suffix import SuffixProposer
-from inference.schedule import (
-    Arm,
-    Choice,
-    RoundCosts,
-    cut_chain,
-    cut_tree,
-    first_chain,
-    least_survival,
-    may_look,
+from inference.batch_controller import Situation
+from inference.proposers.arms import (
+    NEW,
+    Backlog,
+    all_layers,
+    as_chosen,
+    describe,
+    of_row,
+    outcome_of,
 )
-from inference.survival import Outcome, SurvivalEstimator
-from inference.tree import DRAWN_KINDS, Proposal, TokenTree
-
-
-class Chooser(Protocol):
-    """What decides for one sequence; `inference.controller.Controller` does."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second that are earned otherwise."""
-        ...
-
-    def choose(
-        self,
-        context: float,
-        batch: float = 1,
-        depth: int | None = None,
-        limits: Mapping[str, tuple[int, int]] | None = None,
-    ) -> Choice:
-        """What to do in the next round."""
-        ...
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """What became of the last choice."""
-        ...
-
-    def note(self, arm: str, outcome: Outcome) -> None:
-        """What would have become of the drafts of another arm."""
-        ...
-
-
-Estimates = dict[str, SurvivalEstimator]
-NewChooser = Callable[[Sequence[Arm], Estimates], Chooser]
-"""Arms and the estimates to learn into, which may be shared -> what decides for one sequence."""
+from inference.proposers.base import Proposer, RowState, Session
+from inference.proposers.confident import Cuts
+from inference.proposers.deciding import (
+    Deciding,
+    Estimates,
+    Heard,
+    NewBatchChooser,
+    NewChooser,
+)
+from inference.proposers.heads import HeadProposer
+from inference.schedule import Choice, RoundCosts
+from inference.tree import TokenTree
 
 
 class _Done(NamedTuple):
@@ -99,15 +67,19 @@ class AdaptiveProposer(Proposer):
         arms: by name, as in the cost table: trained heads, copying proposers, or draft models that
             draft chains. Their options say what they may be asked for at most; shapes are not kept:
             heads grow trees of the size that is chosen.
-        new_chooser: builds a controller.
-        costs: of this machine, to cut drafts by confidence; None cuts nothing.
+        new_chooser: builds what decides for one sequence.
+        costs: of this machine, to cut drafts by confidence and to price what idle arms have to
+            absorb; None does neither.
         confident: names of heads whose confidence output is trusted: it stops drafting where going
             on cannot pay, and cuts chains that are not drawn to the length that pays.
+        new_batch: builds what decides for the sequences of a batch at once; None leaves each of
+            them to itself.
 
     Attributes:
         made: rounds by what was done in them: (arm or None, depth, children per node, nodes).
         expected_tokens: of all rounds so far.
         expected_seconds: of all rounds so far; each sequence of a batch counts its rounds.
+        absorbed: seconds, by the cost table, of taking in prompts and what arms had missed.
 
     Raises:
         ValueError: an arm that cannot be asked for trees of different sizes.
@@ -119,6 +91,7 @@ class AdaptiveProposer(Proposer):
         new_chooser: NewChooser,
         costs: RoundCosts | None = None,
         confident: Collection[str] = (),
+        new_batch: NewBatchChooser | None = None,
     ) -> None:
         if not arms:
             raise ValueError("AdaptiveProposer: one arm at least is needed")
@@ -126,29 +99,35 @@ class AdaptiveProposer(Proposer):
             raise ValueError("AdaptiveProposer: one proposer is given twice; build one for each")
         self.arms = {name: describe(name, proposer) for name, proposer in arms.items()}
         self.proposers = dict(arms)
-        self.confident = frozenset(confident)
-        for name in self.confident:
+        for name in confident:
             head = self.proposers.get(name)
             if not isinstance(head, HeadProposer) or head.drafter.confidence is None or not costs:
                 raise ValueError(
                     f"AdaptiveProposer: confident names {name!r}: that takes costs and a head with "
                     "a confidence output"
                 )
-        self._new_chooser, self._costs = new_chooser, costs
-        self._shared: Estimates = {}
-        self._lasting: dict[int, Chooser] = {}
-        self._choosers: dict[int, Chooser] = {}
+        self.confident = frozenset(confident)
+        self.deciding = Deciding(list(self.arms.values()), new_chooser, new_batch)
+        self._costs = costs
+        self._cuts = None if costs is None else Cuts(costs, self.confident)
+        self._backlog = Backlog(
+            {name: arms[name].feature_layers for name, arm in self.arms.items() if not arm.copies}
+        )
         self._done: dict[int, _Done] = {}
-        self._waiting: dict[tuple[str, int], list[RowState]] = {}
+        self._width = 1
         self._session: Session
         self.made: Counter[tuple[str | None, int, int, int]] = Counter()
-        self.expected_tokens = self.expected_seconds = 0.0
+        self.expected_tokens = self.expected_seconds = self.absorbed = 0.0
+
+    @property
+    def estimates(self) -> Estimates:
+        """By arm, what was learnt in all calls where sequences may look at others."""
+        return self.deciding.shared
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """All layers that an arm asks for, each once."""
-        layers = (layer for arm in self.proposers.values() for layer in arm.feature_layers)
-        return tuple(dict.fromkeys(layers))
+        return all_layers(self.proposers.values())
 
     @property
     def chains(self) -> bool:
@@ -157,16 +136,17 @@ class AdaptiveProposer(Proposer):
 
     def start(self, session: Session) -> None:
         """Start all arms."""
-        self._session = session
-        self._choosers, self._done, self._waiting = {}, {}, {}
+        self._session, self._done = session, {}
+        self.deciding.start(session)
+        self._backlog.start()
         for proposer in self.proposers.values():
             proposer.start(session)
 
     def finish(self, row: int, tokens: list[int]) -> None:
         """Tell all arms, and forget what waits for them."""
-        for name, proposer in self.proposers.items():
+        for proposer in self.proposers.values():
             proposer.finish(row, tokens)
-            self._waiting.pop((name, row), None)
+        self._backlog.finish(row)
         self._done.pop(row, None)
 
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
@@ -177,60 +157,44 @@ class AdaptiveProposer(Proposer):
             for name, proposer in self.proposers.items()
             if self.arms[name].copies
         }
-        choices: dict[int, Choice] = {}
+        heard = {row: self._heard(row, state) for row, state in live.items() if row in self._done}
+        self.deciding.learn(live, heard, self._width)
         for row, state in live.items():
-            self._learn(row, state)
-            for name, arm in self.arms.items():
-                if not arm.copies:
-                    self._waiting.setdefault((name, row), []).append(state)
-            choices[row] = self._choose(row, state, _of_row(copies, row))
-        trees = self._draft(live, choices, copies)
+            self._backlog.add(row, state)
+        situations = {
+            row: self._situation(row, state, of_row(copies, row)) for row, state in live.items()
+        }
+        choices = self.deciding.choose(live, situations)
+        trees = self._cut(live, choices, self._draft(live, choices, copies))
         for row, tree in trees.items():
             choice = choices[row]
-            self._done[row] = _Done(len(live[row].tokens), choice, tree, _of_row(copies, row))
+            self._done[row] = _Done(len(live[row].tokens), choice, tree, of_row(copies, row))
             self.made[choice.same] += 1
             self.expected_tokens += choice.tokens
             self.expected_seconds += choice.seconds
+        self._width = max(tree.num_nodes for tree in trees.values())
         return [trees.get(row) for row in range(len(states))]
 
-    # Choosing -----------------------------------------------------------------------------------
+    def _heard(self, row: int, state: RowState) -> Heard:
+        """What became of the last round."""
+        done = self._done.pop(row)
+        new = state.tokens[done.length :]
+        others = {
+            name: outcome_of(tree, new, verified=False)
+            for name, tree in done.copies.items()
+            if name != done.choice.arm
+        }
+        return Heard(outcome_of(done.tree, new), others)
 
-    def _chooser(self, row: int, state: RowState) -> Chooser:
-        """The row's own, or one that has learnt from other rows and calls where that is allowed."""
-        if row not in self._choosers:
-            arms = list(self.arms.values())
-            temperature = state.sampling.temperature
-            if may_look(self._session.rule, Proposal.ONE_HOT, temperature).others:
-                if row not in self._lasting:
-                    self._lasting[row] = self._new_chooser(arms, self._shared)
-                self._choosers[row] = self._lasting[row]
-            else:
-                self._choosers[row] = self._new_chooser(arms, {})
-        return self._choosers[row]
-
-    def _choose(self, row: int, state: RowState, copies: Mapping[str, TokenTree]) -> Choice:
-        limits = {name: (int(tree.depths.max()), tree.num_nodes) for name, tree in copies.items()}
-        batch = self._batch(state)
-        chooser = self._chooser(row, state)
-        return chooser.choose(len(state.tokens), batch, state.max_depth, limits)
-
-    def _batch(self, state: RowState) -> int:
-        """Sequences that a round is priced for: those that still run, where others may be looked
-        at.
-        """
-        others = may_look(self._session.rule, Proposal.ONE_HOT, state.sampling.temperature).others
-        return len(self._session.live) if others else self._session.batch_size
-
-    def _learn(self, row: int, state: RowState) -> None:
-        """Tell the controller what became of its last choice."""
-        done = self._done.pop(row, None)
-        if done is None:
-            return
-        chooser, new = self._chooser(row, state), state.tokens[done.length :]
-        chooser.observe([outcome_of(done.tree, new)])
-        for name, tree in done.copies.items():
-            if name != done.choice.arm:
-                chooser.note(name, outcome_of(tree, new, verified=False))
+    def _situation(self, row: int, state: RowState, copies: Mapping[str, TokenTree]) -> Situation:
+        limits = {name: (tree.depth, tree.num_nodes) for name, tree in copies.items()}
+        behind: dict[str, float] = {}
+        if self._costs is not None:
+            for name in self._backlog.layers:
+                positions = self._backlog.positions(name, row, state)
+                if positions:
+                    behind[name] = self._costs.absorb(name, positions)
+        return Situation(len(state.tokens), state.max_depth, limits, behind)
 
     # Drafting -----------------------------------------------------------------------------------
 
@@ -250,19 +214,20 @@ class AdaptiveProposer(Proposer):
             elif self.arms[choice.arm].copies:
                 tree = copies[choice.arm][row]
                 assert tree is not None
-                found[row] = _like(tree, choice)
+                found[row] = as_chosen(tree, choice)
             else:
                 proposer = self.proposers[choice.arm]
                 alike: tuple = (choice.arm,)
                 if isinstance(proposer, HeadProposer):  # trees of a size, stopped by a rate
                     alike = (*choice.same, row if choice.arm in self.confident else None)
                 groups.setdefault(alike, []).append(row)
+        floor = self._floor(choices)
         for rows in groups.values():
-            found |= self._draft_alike(live, {row: choices[row] for row in rows})
+            found |= self._draft_alike(live, {row: choices[row] for row in rows}, floor)
         return found
 
     def _draft_alike(
-        self, live: Mapping[int, RowState], choices: Mapping[int, Choice]
+        self, live: Mapping[int, RowState], choices: Mapping[int, Choice], floor: int
     ) -> dict[int, TokenTree]:
         """The trees of rows that one arm drafts for, in one call."""
         name = next(iter(choices.values())).arm
@@ -270,11 +235,13 @@ class AdaptiveProposer(Proposer):
         proposer = self.proposers[name]
         asked: list[RowState | None] = [None] * self._session.batch_size
         for row, choice in choices.items():
-            state = self._caught_up(name, row)
+            state = self._backlog.take(name, row, self.feature_layers)
+            if self._costs is not None:
+                self.absorbed += self._costs.absorb(name, max(len(state.hidden) - NEW, 0))
             asked[row] = replace(state, max_depth=min(state.max_depth, choice.depth))
         if isinstance(proposer, HeadProposer):
             row, choice = next(iter(choices.items()))
-            self._set_options(name, proposer, choice, self._choosers[row], len(live[row].tokens))
+            self._set_options(proposer, choice, row, live[row], floor)
         else:  # a draft model has the whole batch in its cache
             for row in live.keys() - choices.keys():
                 asked[row] = replace(live[row], max_depth=0)
@@ -283,29 +250,23 @@ class AdaptiveProposer(Proposer):
         for row in choices:
             tree = trees[row]
             assert tree is not None, "no tree for a running sequence"
-            found[row] = self._cut(name, tree, row, len(live[row].tokens))
+            found[row] = tree
         return found
 
-    def _caught_up(self, name: str, row: int) -> RowState:
-        """The row's state with all positions since the arm's last call, in its own layers."""
-        waiting = self._waiting.pop((name, row))
-        features = [state.features for state in waiting if state.features is not None]
-        layers = self.proposers[name].feature_layers
-        return replace(
-            waiting[-1],
-            features=select_layers(
-                torch.cat(features) if features else None, self.feature_layers, layers
-            ),
-            hidden=torch.cat([state.hidden for state in waiting]),
-        )
-
     def _set_options(
-        self, name: str, head: HeadProposer, choice: Choice, chooser: Chooser, context: int
+        self, head: HeadProposer, choice: Choice, row: int, state: RowState, floor: int
     ) -> None:
         """Make the head draft trees of the chosen size."""
         least = 0.0
-        if name in self.confident:
-            least = least_survival(chooser.rate, self._seconds(choice, context))
+        if self._cuts is not None and choice.arm in self.confident:
+            shared = self.deciding.is_shared(state)
+            least = self._cuts.least(
+                choice,
+                self.deciding.rate(row, state),
+                len(state.tokens),
+                self._batch(state),
+                floor if shared else 1,
+            )
         head.options = replace(
             head.options,
             size=choice.size,
@@ -316,91 +277,44 @@ class AdaptiveProposer(Proposer):
             min_survival=least,
         )
 
-    def _seconds(self, choice: Choice, context: int) -> list[float]:
-        """Of rounds of 0, 1, ... drafts of a chain, without what all rounds take."""
-        assert self._costs is not None and choice.arm is not None
-        batch = self._session.batch_size
-        return [
-            self._costs.draft(choice.arm, drafts, choice.top_k, batch)
-            + self._costs.verify(drafts + 1, context, batch)
-            for drafts in range(choice.depth + 1)
-        ]
+    # Confidence ---------------------------------------------------------------------------------
 
-    def _cut(self, name: str, tree: TokenTree, row: int, context: int) -> TokenTree:
-        """A chain that is not drawn, cut where verifying more of it does not pay."""
-        if name not in self.confident or tree.survival is None or not tree.is_chain:
-            return tree
-        if tree.proposal in DRAWN_KINDS:  # `may_look`: its tokens have no say any more
-            return tree
-        assert self._costs is not None
-        costs, batch = self._costs, self._session.batch_size
-        drafts = cut_chain(
-            tree.survival.tolist()[1:],
-            self._choosers[row].rate,
-            lambda rows: costs.verify(rows, context, batch),
+    def _batch(self, state: RowState) -> int:
+        """Sequences that drafts are cut for."""
+        session = self._session
+        return len(session.live) if self.deciding.is_shared(state) else session.batch_size
+
+    def _floor(self, choices: Mapping[int, Choice]) -> int:
+        """Rows that the round has in any case: those of trees that are not cut."""
+        fixed = [choice.size for choice in choices.values() if choice.arm not in self.confident]
+        return max(fixed, default=1)
+
+    def _cut(
+        self,
+        live: Mapping[int, RowState],
+        choices: Mapping[int, Choice],
+        trees: dict[int, TokenTree],
+    ) -> dict[int, TokenTree]:
+        """Chains that are not drawn, cut where verifying more of them does not pay."""
+        if self._cuts is None or not self.confident:
+            return trees
+        shared: dict[int, TokenTree] = {}
+        found: dict[int, TokenTree] = {}
+        for row, tree in trees.items():
+            state, name = live[row], choices[row].arm
+            if self.deciding.is_shared(state):
+                shared[row] = tree
+                continue
+            rate = self.deciding.rate(row, state)
+            found[row] = self._cuts.alone(name, tree, rate, len(state.tokens), self._batch(state))
+        if not shared:
+            return found
+        row, batch = next(iter(shared)), len(self._session.live)
+        return found | self._cuts.together(
+            {row: choices[row].arm for row in shared},
+            shared,
+            self.deciding.rate(row, live[row]) * batch,
+            sum(len(state.tokens) for state in live.values()) / len(live),
+            batch,
+            max((tree.num_nodes for tree in found.values()), default=1),
         )
-        return cut_tree(tree, drafts + 1, drafts)
-
-
-def describe(name: str, proposer: Proposer) -> Arm:
-    """What a proposer may be asked for, by its options.
-
-    Args:
-        name: of the arm.
-        proposer: a head's, a copying one or a draft model's.
-
-    Raises:
-        ValueError: trees of another size cannot be asked of it.
-    """
-    if isinstance(proposer, NgramProposer | SuffixProposer):
-        return Arm(name, proposer.depth, proposer.branch, proposer.size, copies=True)
-    if isinstance(proposer, DraftModelProposer) and proposer.chains:
-        return Arm(name, proposer.options.longest)
-    if isinstance(proposer, HeadProposer):
-        options = proposer.options
-        if options.chains:
-            return Arm(name, options.longest)
-        size = options.size if options.shape is None else options.shape.num_nodes
-        return Arm(name, options.longest, options.top_k, size)
-    raise ValueError(
-        f"AdaptiveProposer: {type(proposer).__name__} cannot be an arm: it takes a trained head, "
-        "NgramProposer, SuffixProposer, or a DraftModelProposer of chains (top_k=1)"
-    )
-
-
-def outcome_of(tree: TokenTree, new: Sequence[int], verified: bool = True) -> Outcome:
-    """What became of a tree, seen from the text.
-
-    Args:
-        tree: that was proposed, or would have been.
-        new: tokens that the round emitted; the text goes on behind them.
-        verified: the round verified it. Then the last of the tokens is the target's own, whatever
-            the tree holds there.
-    """
-    node = 0
-    ranks: list[int] = []
-    offered: list[int] = []
-    for token in new:
-        children = tree.children(node)
-        if not children:
-            break
-        offered.append(len(children))
-        child = tree.child_with_token(node, token)
-        if child is None or (verified and len(ranks) == len(new) - 1):
-            break
-        ranks.append(children.index(child))
-        node = child
-    return Outcome(ranks, offered, len(new), tree.num_nodes, int(tree.depths.max()))
-
-
-def _of_row(trees: Mapping[str, Sequence[TokenTree | None]], row: int) -> dict[str, TokenTree]:
-    """By arm, the tree of one row."""
-    found = {name: own[row] for name, own in trees.items()}
-    return {name: tree for name, tree in found.items() if tree is not None}
-
-
-def _like(tree: TokenTree, choice: Choice) -> TokenTree:
-    """A copied tree, cut to what was chosen."""
-    if choice.top_k == 1:
-        return first_chain(tree, choice.depth)
-    return cut_tree(tree, choice.size, choice.depth)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from drafters import TargetModel
+from inference.engine import Engine
 from inference.sampling import SamplingParams
 from inference.timing import PhaseTimer
 from inference.tree import TokenTree
@@ -47,20 +48,25 @@ class Session:
     """One decoding call.
 
     Attributes:
-        target: the model whose output it is.
-        cache: of the target, as its engine makes them. Sequences that have ended leave it.
+        engine: runs the target.
+        cache: of the engine. Sequences that have ended leave it.
         batch_size: sequences at the start.
         timer: network time of drafting is charged to its phase "draft".
         rule: of acceptance.
         live: the sequence behind each row of the cache.
     """
 
-    target: TargetModel
+    engine: Engine
     cache: Any
     batch_size: int
     timer: PhaseTimer
     rule: str
     live: list[int] = field(default_factory=list)
+
+    @property
+    def target(self) -> TargetModel:
+        """The model whose output it is."""
+        return self.engine.target
 
 
 @dataclass(frozen=True)

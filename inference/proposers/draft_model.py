@@ -1,8 +1,9 @@
 """Drafts from a separate, smaller causal LM with the same tokenizer (arXiv:2211.17192, 2302.01318).
 
-The draft model keeps a `TreeCache` of its own. What it ran of the last round's trees is pending
-there when the next round starts: rows on the accepted path are committed, the others are forgotten,
-and only tokens that it has not seen yet are run. Nothing is computed twice.
+The draft model has an engine of the kind that runs the target, and a cache of its own. What it ran
+of the last round's trees is pending there when the next round starts: rows on the accepted path are
+committed, the others are forgotten, and only tokens that it has not seen yet are run. Nothing is
+computed twice.
 
 Legend: B sequences still running, V target vocabulary, Vd draft vocabulary.
 """
@@ -11,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from drafters import TargetModel
 from inference.append import append_text, stretches
-from inference.cache import TreeCache
-from inference.engine import EagerEngine
+from inference.engine import Engine
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.growth import new_tree
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
 from inference.proposers.options import TreeOptions
 from inference.support import check_tree_support
 from inference.tree import TokenTree
+
+FEW = 8
+"""Tokens up to which new text is run as a tree is, all of its logits included."""
 
 
 class DraftModelProposer(Proposer):
@@ -35,7 +39,7 @@ class DraftModelProposer(Proposer):
     says so.
 
     Args:
-        draft: the draft model; of any architecture that `TreeCache` accepts.
+        draft: the draft model; of any architecture that can verify trees.
         options: of the tree; ``top_k=1`` drafts chains.
 
     Raises:
@@ -48,7 +52,8 @@ class DraftModelProposer(Proposer):
             raise ValueError("min_survival: a draft model has no confidence output; leave it out")
         self._fits: weakref.WeakSet[TargetModel] = weakref.WeakSet()
         self._trees: dict[int, Branches] = {}
-        self._cache: TreeCache | None = None
+        self._engine: Engine
+        self._cache: Any = None
         self._session: Session
         self._draft_vocab: Tensor | None = None
         self._warned = False
@@ -67,9 +72,9 @@ class DraftModelProposer(Proposer):
         if session.target not in self._fits:
             check_same_tokenizer(session.target, self.draft)
             self._fits.add(session.target)
-        check_tree_support(EagerEngine(self.draft))
-        capacity = session.cache.capacity
-        self._cache = TreeCache(self.draft.model.config, session.batch_size, capacity)
+        self._engine = session.engine.beside(self.draft)
+        check_tree_support(self._engine)
+        self._cache = self._engine.new_cache(session.batch_size, session.cache.capacity)
         self._session, self._trees, self._warned = session, {}, False
         self._live = list(range(session.batch_size))
         self._draft_vocab = None
@@ -119,14 +124,14 @@ class DraftModelProposer(Proposer):
             found[row] = tree.growth.finish()[0]
         return found
 
-    def _grow(self, cache: TreeCache, trees: Sequence[Branches]) -> None:
+    def _grow(self, cache: Any, trees: Sequence[Branches]) -> None:
         """Level by level, below the children of the roots."""
         while True:
             nodes = [tree.frontier() for tree in trees]
             if not any(map(len, nodes)):
                 return
             with self._session.timer.phase("draft"):
-                out = run_nodes(self.draft, cache, trees, nodes)
+                out = run_nodes(self._engine, cache, trees, nodes)
             expand_nodes(trees, nodes, self._columns(out.logits))
 
     def _within_positions(self, state: RowState | None) -> RowState:
@@ -148,12 +153,12 @@ class DraftModelProposer(Proposer):
             )
         return replace(state, max_depth=min(room, state.max_depth))
 
-    def _commit_accepted(self, cache: TreeCache, states: Sequence[RowState]) -> None:
+    def _commit_accepted(self, cache: Any, states: Sequence[RowState]) -> None:
         """Keep the rows of the last trees that became text.
 
         The last token of a text is always left to be run: its logits are wanted.
         """
-        if not cache.layers[0].pending:
+        if not cache.pending:
             return
         cache.commit(
             [
@@ -162,7 +167,7 @@ class DraftModelProposer(Proposer):
             ]
         )
 
-    def _catch_up(self, cache: TreeCache, states: Sequence[RowState]) -> list[Tensor | None]:
+    def _catch_up(self, cache: Any, states: Sequence[RowState]) -> list[Tensor | None]:
         """Run what is new of every text that is to be drafted for.
 
         A token id that the draft model has no embedding for, which may exist where its matrices
@@ -177,12 +182,28 @@ class DraftModelProposer(Proposer):
             for state, length in zip(states, lengths, strict=True)
         ]
         behind: list[Tensor | None] = [None] * len(states)
-        for part in stretches(self.draft, max(map(len, new))):
+        append, longest = self._engine.append, max(map(len, new))
+        if 0 < longest <= FEW:
+            return self._run_few(cache, new)
+        for part in stretches(self.draft, longest):
             with self._session.timer.phase("draft"):
-                found = append_text(self.draft, cache, [some[part] for some in new])
+                found = append_text(self.draft, cache, [some[part] for some in new], append=append)
             for row, out in enumerate(found):
                 behind[row] = behind[row] if out is None else out.logits[0]
         return behind
+
+    def _run_few(self, cache: Any, new: Sequence[Sequence[int]]) -> list[Tensor | None]:
+        """The same for some tokens, by the kind of forward that the levels of trees have."""
+        with self._session.timer.phase("draft"):
+            out = self._engine.append(
+                cache,
+                [torch.tensor(some, dtype=torch.int64) for some in new],
+                [torch.arange(len(some)) for some in new],
+                [torch.ones(len(some), len(some), dtype=torch.bool).tril() for some in new],
+            )
+        cache.commit([range(len(some)) for some in new])
+        rows = zip(out.logits, new, strict=True)
+        return [row[len(some) - 1] if some else None for row, some in rows]
 
     def _columns(self, logits: Tensor) -> Tensor:
         """Draft logits (..., Vd) of tokens that the target has, where it is, in its precision."""

@@ -295,7 +295,11 @@ class StaticGrowth(Growth):
     def finish(self) -> tuple[TokenTree, list[int]]:
         """The tree to verify: all candidates."""
         tokens, parents = self.candidates.tokens, self.candidates.parents
-        tree = self._drawn_tree() if self.draws else TokenTree(tokens, parents, self.kind)
+        if self.draws:
+            tree = self._drawn_tree()
+        else:
+            log_q = self.candidates.log_q(self.kind)
+            tree = TokenTree(tokens, parents, self.kind, log_q=log_q)
         kept = list(range(len(tokens)))
         return self._with_survival(tree, kept), kept
 

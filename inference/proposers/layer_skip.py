@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from drafters import TargetModel
-from inference.cache import TreeCache
 from inference.proposers.base import Proposer, Resume, RowState, Session
 from inference.proposers.growth import Growth
 from inference.proposers.levels import Branches, expand_nodes, run_nodes
@@ -88,10 +87,6 @@ class LayerSkipProposer(Proposer):
             ValueError: the target has not these layers, or they cannot be run apart.
         """
         target = session.target
-        if not isinstance(session.cache, TreeCache):
-            raise ValueError(
-                "layer skip: drafts share the target's cache, layer by layer: use engine='eager'"
-            )
         if self.layers[-1] >= target.num_layers or len(self.layers) == target.num_layers:
             raise ValueError(
                 f"layer skip: layers {list(self.layers)} of a target of {target.num_layers} "
@@ -148,7 +143,7 @@ class LayerSkipProposer(Proposer):
         while any(map(len, nodes)):
             with session.timer.phase("draft"):
                 out = run_nodes(
-                    session.target,
+                    session.engine,
                     session.cache,
                     trees,
                     nodes,
@@ -174,7 +169,7 @@ class LayerSkipProposer(Proposer):
             return []
         with session.timer.phase("draft"):
             out = run_nodes(
-                session.target,
+                session.engine,
                 session.cache,
                 trees,
                 leaves,

@@ -1,6 +1,6 @@
 """The trees of a batch, grown together by a causal LM: one forward per level.
 
-A node that is expanded is run once and stays in the model's `TreeCache` as a pending row, whatever
+A node that is expanded is run once and stays in the model's cache as a pending row, whatever
 becomes of it: a separate draft model commits the accepted ones of its own cache in the next round,
 a target that drafts with some of its layers goes on where those left.
 
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters import TargetModel, TargetOutput
-from inference.append import append_rows
-from inference.cache import TreeCache
+from drafters import TargetOutput
+from inference.engine import Engine
 from inference.proposers.growth import Growth
 from inference.tree import ancestor_mask
 
@@ -94,8 +93,8 @@ class Branches:
 
 
 def run_nodes(
-    model: TargetModel,
-    cache: TreeCache,
+    engine: Engine,
+    cache: Any,
     trees: Sequence[Branches],
     nodes: Sequence[Tensor],
     **options: Any,
@@ -103,11 +102,11 @@ def run_nodes(
     """Run some candidates of every tree, as pending rows.
 
     Args:
-        model: that drafts.
-        cache: of it, one sequence for each tree.
+        engine: runs the model that drafts.
+        cache: of the engine, one sequence for each tree.
         trees: B trees.
         nodes: B lists of candidates, at least one of them not empty.
-        options: further arguments of `append_rows`.
+        options: further arguments of `Engine.append`.
     """
     width = max(map(len, nodes))
     tokens = [
@@ -119,7 +118,7 @@ def run_nodes(
         for tree, some in zip(trees, nodes, strict=True)
     ]
     depths, seen = [depth for depth, _ in places], [mask for _, mask in places]
-    return append_rows(model, cache, tokens, depths, seen, **options)
+    return engine.append(cache, tokens, depths, seen, **options)
 
 
 def expand_nodes(trees: Sequence[Branches], nodes: Sequence[Tensor], logits: Tensor) -> None:

@@ -12,7 +12,7 @@ from inference.proposers.base import RowState
 from inference.proposers.growth import Growth, needed, new_tree
 from inference.proposers.options import TreeOptions
 from inference.static_tree import best_first
-from inference.tree import TokenTree
+from inference.tree import Proposal, TokenTree
 
 
 def grow_marginals(
@@ -71,7 +71,9 @@ def _best_paths(
     depths, ranks = shape.depths[1:].to(rows.device), shape.ranks[1:].to(rows.device)
     tokens = tree.ids(best.indices[depths - 1, ranks])
     tokens, parents = torch.cat([root, tokens]), shape.parents.to(rows.device)
-    if survival is None:
-        return TokenTree(tokens, parents, tree.kind)
-    survival = torch.cat([torch.ones(1).to(survival), survival])[shape.depths]
-    return TokenTree(tokens, parents, tree.kind, survival=survival)
+    log_q = None
+    if tree.kind is Proposal.ONE_HOT:
+        log_q = torch.cat([best.values.new_zeros(1), best.values[depths - 1, ranks]])
+    if survival is not None:
+        survival = torch.cat([torch.ones(1).to(survival), survival])[shape.depths]
+    return TokenTree(tokens, parents, tree.kind, survival=survival, log_q=log_q)

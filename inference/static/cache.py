@@ -6,7 +6,8 @@ layers differ in shape. Here that is one gather for all layers, layers with a sl
 the whole text (attention narrows what they see), and the model itself never sees the cache: it is
 written and read by `inference.static.attention`.
 
-Letters: L layers, B batch, H key-value heads, N rows, S columns, M moved rows, d head dimension.
+Letters: L layers, B batch, H key-value heads, N rows, S columns, M moved rows, R rows of a path, d
+head dimension.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class StaticCache:
     Attributes:
         kv: (L, 2, B, H, S, d). Zeroed once, as masked columns still enter a product.
         lengths: committed tokens of each sequence.
-        pending: rows appended to each sequence and neither committed nor reverted.
+        pending: rows appended to each sequence and neither committed nor reverted; of the layers
+            that run next, where some have been run ahead (`arrange`).
     """
 
     def __init__(self, shape: KvShape, batch_size: int, capacity: int) -> None:
@@ -140,6 +142,23 @@ class StaticCache:
             raise ValueError(f"commit: {len(paths)} paths for {len(self.lengths)} sequences")
         if any(not 0 <= node < self.pending for path in paths for node in path):
             raise ValueError(f"commit: a path leaves the {self.pending} appended rows")
+        self._move_to_front(paths, self.shape.num_layers)
+        for row, path in enumerate(paths):
+            self.lengths[row] += len(path)
+        self.pending = 0
+
+    def arrange(self, rows: Sequence[Sequence[int]], below: int) -> None:
+        """Put some pending rows of the layers below one in front, where the layers from it on will
+        run the same rows next, after `revert`.
+
+        Args:
+            rows: per sequence the pending rows that become rows 0, 1, ...
+            below: the layer.
+        """
+        self._move_to_front(rows, below)
+
+    def _move_to_front(self, paths: Sequence[Sequence[int]], below: int) -> None:
+        """Make chosen pending rows of the layers below one contiguous: one gather, one copy."""
         moves = [
             (row, self.lengths[row] + node, self.lengths[row] + place)
             for row, path in enumerate(paths)
@@ -148,13 +167,10 @@ class StaticCache:
         ]
         if moves:
             rows, sources, targets = torch.tensor(moves).T.to(self.kv.device)
-            self.kv[:, :, rows, :, targets] = self.kv[:, :, rows, :, sources]
-        for row, path in enumerate(paths):
-            self.lengths[row] += len(path)
-        self.pending = 0
+            self.kv[:below, :, rows, :, targets] = self.kv[:below, :, rows, :, sources]
 
-    def revert(self) -> None:
-        """Forget the pending rows."""
+    def revert(self, first_layer: int = 0) -> None:
+        """Forget the pending rows of this layer and the layers above it, which run next."""
         self.pending = 0
 
     def select(self, rows: Sequence[int]) -> None:
@@ -178,6 +194,21 @@ class StaticCache:
     def release(self) -> None:
         """Free the buffer; the cache cannot be used any more."""
         self.kv = self.kv.new_empty(0)
+
+
+def move_paths(kv: Tensor, lengths: Tensor, path: Tensor) -> None:
+    """Move the rows of a path to the front of the tree's, in all layers at once.
+
+    Args:
+        kv: (L, 2, B, H, S, d), changed in place.
+        lengths: (B,) column of each root.
+        path: (B, R) nodes, the root first; what is moved for repeated ones has no meaning.
+    """
+    shape = (*kv.shape[:4], path.shape[1], kv.shape[5])
+    sources = (lengths[:, None] + path)[None, None, :, None, :, None]
+    places = torch.arange(path.shape[1], device=path.device)
+    targets = (lengths[:, None] + places)[None, None, :, None, :, None]
+    kv.scatter_(4, targets.expand(shape), kv.gather(4, sources.expand(shape)))
 
 
 class _PassingLayer(CacheLayerMixin):

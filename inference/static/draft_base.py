@@ -81,6 +81,7 @@ class StaticDrafter(ABC):
         capacity: longest text.
         new_rows: R.
         growth: of the trees.
+        caches: what is kept between rounds.
 
     Raises:
         ValueError: naming the field that is out of range.
@@ -105,25 +106,34 @@ class StaticDrafter(ABC):
         self.drafter, self.growth = drafter, growth
         self.batch, self.capacity, self.new_rows = batch, capacity, new_rows or least
         self.device = next(drafter.parameters()).device
+        self.caches: list[StaticDraftCache] = []
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """The layers that ``Committed.features`` must hold."""
         return self.drafter.feature_layers
 
-    @property
-    @abstractmethod
-    def caches(self) -> list[StaticDraftCache]:
-        """What is kept between rounds."""
-
-    def new_cache(self, windows: Sequence[int | None], behind: int) -> StaticDraftCache:
-        """An empty cache.
+    def new_cache(self, windows: Sequence[int | None]) -> StaticDraftCache:
+        """An empty cache, with room for the longest text and any round behind it.
 
         Args:
             windows: of its layers.
-            behind: rows that a round may have behind the committed ones.
         """
-        return StaticDraftCache(windows, self.batch, self.capacity + behind, self.device)
+        return StaticDraftCache(windows, self.batch, self.capacity + MOST_ROWS, self.device)
+
+    def adopt(self, other: "StaticDrafter") -> None:
+        """Keep nothing of its own: go on with what another drafter of the same head, batch and
+        capacity keeps. Both may then draft, one round the one and the next round the other.
+
+        Args:
+            other: which may grow other trees.
+        """
+        self.caches = other.caches
+
+    def pretend(self, count: int) -> None:
+        """As if so many positions of every sequence had been taken in, for measuring time."""
+        for cache in self.caches:
+            cache.lengths.fill_(count)
 
     def reset(self) -> None:
         """Forget all text; buffers, and with them captured graphs, stay valid."""
@@ -183,6 +193,14 @@ class StaticDrafter(ABC):
         Args:
             new: of any number of rows.
             before: rows that the longest prompt has had before.
+        """
+
+    @abstractmethod
+    def absorb_rows(self, new: Committed) -> None:
+        """Take in committed rows without drafting; nothing is read on the host.
+
+        Args:
+            new: of any number of rows, the same in every call that is to be captured.
         """
 
     @abstractmethod

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from drafters.layers import Attend
 from drafters.mtp import MtpDrafter
-from inference.static.draft_base import Committed
+from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.draft_cache import first_bits
-from inference.static.draft_sequential import SequentialDraft, Step
+from inference.static.draft_sequential import SequentialDraft, Step, chain_rows
 from inference.static.growth import Growth
 from inference.static.tree import take
 from inference.static.words import word_count
@@ -61,6 +61,17 @@ class MtpDraft(SequentialDraft):
         config = self.drafter.config
         return [self.drafter.windows[: config.num_layers]] * config.num_modules
 
+    def adopt(self, other: StaticDrafter) -> None:
+        """The ring, too."""
+        assert isinstance(other, MtpDraft)
+        super().adopt(other)
+        self._ring, self._committed = other._ring, other._committed
+
+    def pretend(self, count: int) -> None:
+        """The ring, too."""
+        super().pretend(count)
+        self._committed.fill_(count)
+
     def reset(self) -> None:
         """Forget all text."""
         super().reset()
@@ -73,7 +84,7 @@ class MtpDraft(SequentialDraft):
 
     def absorb_text(self, new: Committed, before: int) -> None:
         """All modules on a stretch of a prompt."""
-        self._commit(new, [cache.text(before) for cache in self._caches])
+        self._commit(new, [cache.text(before) for cache in self.caches])
 
     def absorb(self, new: Committed) -> Step:
         """All modules on the newly committed tokens.
@@ -81,11 +92,13 @@ class MtpDraft(SequentialDraft):
         Returns:
             Module 0's logits from the last position and the whole ring, F = 1.
         """
-        batch = len(new.tokens)
-        words, places = self._chain.expand(batch, -1, -1), self._places.expand(batch, -1)
-        output = self._commit(new, [cache.rows(words, places) for cache in self._caches])
-        seen = new.tokens.new_zeros(batch, 1, self._tree.words)
+        output = self._commit(new, [chain_rows(cache, new) for cache in self.caches])
+        seen = new.tokens.new_zeros(len(output), 1, self._tree.words)
         return self.made(output, self._ring[:, None], seen, 0)
+
+    def absorb_rows(self, new: Committed) -> None:
+        """All modules on newly committed tokens."""
+        self._commit(new, [chain_rows(cache, new) for cache in self.caches])
 
     def _commit(self, new: Committed, attends: list[Attend]) -> Tensor:
         """Rows of newly committed tokens in all modules, and the ring they leave.
@@ -97,7 +110,7 @@ class MtpDraft(SequentialDraft):
         positions = start[:, None] + torch.arange(tokens.shape[1], device=self.device)
         feature = self.drafter.begin(None, new.hidden, positions, attends[0])
         first, made = feature[:, :1], []
-        for module, cache in enumerate(self._caches):
+        for module, cache in enumerate(self.caches):
             attend = self._attend(module, attends[module])
             output, following = self.drafter(feature, tokens, positions, attend, module)
             cache.advance(counts)
@@ -133,8 +146,8 @@ class MtpDraft(SequentialDraft):
         positions = (self._committed + (depth - 1))[:, None].expand_as(tokens)
         feature, made = take(above.feature, parents), []
         first, own = feature[:, :, 0], words & ~take(above.words, parents)
-        for module in range(depth, len(self._caches)):
-            cache = self._caches[module]
+        for module in range(depth, len(self.caches)):
+            cache = self.caches[module]
             missing = (module - self._committed).clamp(0, depth)  # levels before the text
             hidden = first_bits(self._starts[missing], self._tree.words)[:, None]
             seen = (words & ~hidden | own)[..., :count]

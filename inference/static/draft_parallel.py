@@ -17,9 +17,11 @@ from torch import Tensor
 from drafters import MedusaDrafter
 from drafters.block import DFlashDrafter
 from drafters.dspark import DSparkDrafter
+from drafters.layers import Attend
 from drafters.peagle import PEagleDrafter
 from inference.static.draft_base import Committed, StaticDrafter
-from inference.static.draft_cache import StaticDraftCache, first_bits
+from inference.static.draft_cache import first_bits
+from inference.static.draft_sequential import chain_rows
 from inference.static.growth import Growth
 from inference.static.tree import DraftTree, take
 from inference.static.words import MOST_ROWS, word_count
@@ -51,13 +53,11 @@ class MedusaDraft(ParallelDraft):
 
     drafter: MedusaDrafter
 
-    @property
-    def caches(self) -> list[StaticDraftCache]:
-        """None."""
-        return []
-
     def absorb_text(self, new: Committed, before: int) -> None:
         """Nothing is kept of a prompt."""
+
+    def absorb_rows(self, new: Committed) -> None:
+        """Nor of what follows it."""
 
     def rows(self, new: Committed) -> Tensor:
         """What each head makes of the last committed position."""
@@ -98,24 +98,23 @@ class DFlashDraft(ParallelDraft):
         self._places = torch.arange(size, device=self.device)[None]
         seen = self._places + 1 if drafter.config.causal else torch.full_like(self._places, size)
         self._seen = first_bits(seen, word_count(size))  # (1, g, W)
-        self._cache = self.new_cache(drafter.windows, max(size, self.new_rows))
-
-    @property
-    def caches(self) -> list[StaticDraftCache]:
-        """The context's."""
-        return [self._cache]
+        self.caches = [self.new_cache(drafter.windows)]
 
     def absorb_text(self, new: Committed, before: int) -> None:
         """Keys and values of the context."""
+        self.absorb_rows(new)
+
+    def absorb_rows(self, new: Committed) -> None:
+        """The same: they see nothing."""
         assert new.features is not None
-        context = self.drafter.context(new.features)
-        self.drafter.inject(context, self._cache.positions(context.shape[1]), self._cache.store)
-        self._cache.advance(new.counts)
+        [cache], context = self.caches, self.drafter.context(new.features)
+        self.drafter.inject(context, cache.positions(context.shape[1]), cache.store)
+        cache.advance(new.counts)
 
     def rows(self, new: Committed) -> Tensor:
         """One block at positions a, a+1, ..."""
-        self.absorb_text(new, 0)
-        batch, cache = len(new.tokens), self._cache
+        self.absorb_rows(new)
+        batch, [cache] = len(new.tokens), self.caches
         tokens = self.drafter.blocks(new.roots)  # (B, g)
         attend = cache.rows(self._seen.expand(batch, -1, -1), self._places.expand(batch, -1))
         return self.drafter.drafting(self.drafter(tokens, cache.positions(tokens.shape[1]), attend))
@@ -183,25 +182,29 @@ class PEagleDraft(ParallelDraft):
         self._places = torch.arange(total, device=self.device)[None]
         self._seen = first_bits(self._places + 1, word_count(total))  # (1, R + K-1, W)
         self._text = first_bits(torch.full_like(self._places[:, :1], text), word_count(total))
-        self._cache = self.new_cache(drafter.windows, total)
-
-    @property
-    def caches(self) -> list[StaticDraftCache]:
-        """The text's."""
-        return [self._cache]
+        self.caches = [self.new_cache(drafter.windows)]
 
     def absorb_text(self, new: Committed, before: int) -> None:
         """Rows of the text, causal."""
+        [cache] = self.caches
+        self._take_in(new, cache.text(before))
+
+    def absorb_rows(self, new: Committed) -> None:
+        """The same, by words."""
+        [cache] = self.caches
+        self._take_in(new, chain_rows(cache, new))
+
+    def _take_in(self, new: Committed, attend: Attend) -> None:
         assert new.features is not None
+        [cache] = self.caches
         rows = self.drafter.text_rows(new.features, new.tokens)
-        positions = self._cache.positions(new.tokens.shape[1])
-        self.drafter.run(rows, positions, self._cache.text(before))
-        self._cache.advance(new.counts)
+        self.drafter.run(rows, cache.positions(new.tokens.shape[1]), attend)
+        cache.advance(new.counts)
 
     def rows(self, new: Committed) -> Tensor:
         """Rows of positions ..., a-1 (which drafts first), and mask rows behind them."""
         assert new.features is not None
-        drafter, (batch, text) = self.drafter, new.tokens.shape
+        drafter, (batch, text), [cache] = self.drafter, new.tokens.shape, self.caches
         counts, masks = new.counts[:, None], drafter.num_drafts - 1
         given = drafter.text_rows(new.features, new.tokens)
         empty = drafter.mask_rows(batch, masks)
@@ -212,9 +215,9 @@ class PEagleDraft(ParallelDraft):
         words = torch.cat((self._seen[:, :text].expand(batch, -1, -1), behind), dim=1)
         places = self._places.expand(batch, -1)
         depths = torch.cat((places[:, :text], places[:, :masks] + counts), dim=1)
-        positions = self._cache.lengths[:, None] + depths
-        hidden = drafter.run(both, positions, self._cache.rows(words, depths))
-        self._cache.advance(new.counts)
+        positions = cache.lengths[:, None] + depths
+        hidden = drafter.run(both, positions, cache.rows(words, depths))
+        cache.advance(new.counts)
         return torch.cat((take(hidden, new.last[:, None]), hidden[:, text:]), dim=1)
 
     def logits(self, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import SequentialDrafter
+from drafters.layers import Attend
 from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.draft_cache import StaticDraftCache, chain_words
 from inference.static.growth import Growth
@@ -78,6 +79,19 @@ class TreeRows:
         return words, self.depths[:, : first + count].expand(len(above), -1)
 
 
+def chain_rows(cache: StaticDraftCache, new: Committed) -> Attend:
+    """Attention of new rows of text behind what is committed, causal.
+
+    Args:
+        cache: that keeps them.
+        new: of R rows.
+    """
+    batch, count = new.tokens.shape
+    places = torch.arange(count, device=new.tokens.device).expand(batch, -1)
+    words = chain_words(count, new.tokens.device)
+    return cache.rows(words.expand(batch, -1, -1), places)
+
+
 class SequentialDraft(StaticDrafter):
     """Trees over a head's draft steps.
 
@@ -101,15 +115,7 @@ class SequentialDraft(StaticDrafter):
     ) -> None:
         super().__init__(drafter, growth, batch, capacity, new_rows)
         self._tree = TreeRows(growth.widths[1:], self.device)
-        self._chain = chain_words(self.new_rows, self.device)
-        self._places = torch.arange(self.new_rows, device=self.device)[None]
-        behind = max(self.new_rows, self._tree.total)
-        self._caches = [self.new_cache(windows, behind) for windows in self.windows()]
-
-    @property
-    def caches(self) -> list[StaticDraftCache]:
-        """The one cache, or one per module."""
-        return self._caches
+        self.caches = [self.new_cache(windows) for windows in self.windows()]
 
     def windows(self) -> list[list[int | None]]:
         """Of the layers of each cache."""
@@ -117,7 +123,7 @@ class SequentialDraft(StaticDrafter):
 
     def absorb_text(self, new: Committed, before: int) -> None:
         """Step 0 on a stretch of a prompt, for the sake of its keys and values."""
-        [cache] = self._caches
+        [cache] = self.caches
         if cache.windows:
             attend = cache.text(before)
             positions = cache.positions(new.tokens.shape[1])
@@ -140,16 +146,27 @@ class SequentialDraft(StaticDrafter):
         Returns:
             The last position's step, F = 1.
         """
-        batch, [cache] = len(new.tokens), self._caches
-        positions = cache.positions(self.new_rows)
-        words, places = self._chain.expand(batch, -1, -1), self._places.expand(batch, -1)
-        attend = cache.rows(words, places)
+        output, following = self._take_in(new)
+        last = new.last[:, None]
+        words = new.tokens.new_zeros(len(last), 1, self._tree.words)
+        return self.made(take(output, last), take(following, last), words, 0)
+
+    def absorb_rows(self, new: Committed) -> None:
+        """Step 0, for the sake of its keys and values."""
+        [cache] = self.caches
+        if cache.windows:
+            self._take_in(new)
+        else:
+            cache.advance(new.counts)
+
+    def _take_in(self, new: Committed) -> tuple[Tensor, Tensor]:
+        """Step 0 on newly committed positions: outputs and features (B, R, ...)."""
+        [cache] = self.caches
+        positions, attend = cache.positions(new.tokens.shape[1]), chain_rows(cache, new)
         feature = self.drafter.begin(new.features, new.hidden, positions, attend)
         output, following = self.drafter(feature, new.tokens, positions, attend)
         cache.advance(new.counts)
-        last = new.last[:, None]
-        words = new.tokens.new_zeros(batch, 1, self._tree.words)
-        return self.made(take(output, last), take(following, last), words, 0)
+        return output, following
 
     def step(self, above: Step, tokens: Tensor, parents: Tensor, depth: int) -> Step:
         """One draft step on nodes of the same depth.
@@ -163,7 +180,7 @@ class SequentialDraft(StaticDrafter):
         words, depths = self._tree.level(depth, take(above.words, parents))
         pending = self._tree.before[depth - 1]
         seen = words[..., : word_count(depths.shape[1])]
-        [cache] = self._caches
+        [cache] = self.caches
         attend = cache.rows(seen, depths, pending)
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
         feature = take(above.feature, parents)

@@ -15,6 +15,7 @@ Letters: B sequences, F new rows of each (padded to the most), m rows pending, C
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +25,19 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.nn import functional as F
 
 from drafters import Drafter, TargetModel, TargetOutput
 from inference.attention import narrow, row_mask
 from inference.cache import BLOCK
-from inference.engine import Engine
+from inference.engine import EagerEngine, Engine
 from inference.static.attention import NAME, TreeRows, as_bias
 from inference.static.cache import PassingCache, StaticCache, kv_shape
 from inference.static.graphs import BUCKETS, WARM_UPS, CudaCapture, Graphs
 from inference.static.inputs import row_inputs
 from inference.static.packing import PackedLinears, best_rows, cannot_pack
 from inference.static.words import MOST_ROWS
+from inference.support import check_tree_support
 
 GRAPHS = 64
 """Compiled forwards of all engines of a process."""
@@ -67,7 +70,7 @@ class StaticEngine(Engine):
         graphs: bool | None = None,
     ) -> None:
         super().__init__(target)
-        self.name = "compiled" if compiled else "packed"
+        self.name, self._compiled = "compiled" if compiled else "packed", compiled
         self.shape = kv_shape(target)
         reason = cannot_pack(target.lm_head.weight)
         if pack and reason:
@@ -76,6 +79,7 @@ class StaticEngine(Engine):
         if pack or (pack is None and reason is None):
             self._packed = self._pack([target.model])
         self.least_rows = 1
+        self._beside: list[Engine] = []
         self.tune()
         self._heads: list[tuple[Drafter, PackedLinears]] = []
         self._passing = PassingCache(self.shape.num_layers)
@@ -112,6 +116,8 @@ class StaticEngine(Engine):
     def tune(self) -> None:
         """Measure what depends on the number of threads: how far single rows are filled up."""
         self.least_rows = 1 if self._packed is None else best_rows(self.target.lm_head)
+        for engine in self._beside:
+            engine.tune()
 
     def _pack(self, modules: Sequence[nn.Module]) -> PackedLinears:
         """Packed layers that are given back with the engine, closed or not."""
@@ -133,8 +139,38 @@ class StaticEngine(Engine):
         packed.borrow(drafter)
         self._heads.append((drafter, packed))
 
+    def beside(self, model: TargetModel) -> Engine:
+        """As the interface says; models that it does not suit run eagerly, and a warning says so.
+
+        Args:
+            model: that drafts.
+        """
+        if model is self.target:
+            return self
+        found = next((engine for engine in self._beside if engine.target is model), None)
+        if found is None:
+            found = self._engine_like_this(model)
+            self._beside.append(found)
+        return found
+
+    def _engine_like_this(self, model: TargetModel) -> Engine:
+        uncaptured = self.graphs is None and self.shape.device.type == "cuda"
+        engine = None
+        try:
+            engine = StaticEngine(model, self._compiled, graphs=False if uncaptured else None)
+            check_tree_support(engine)
+        except ValueError as error:
+            if engine is not None:
+                engine.close()
+            warnings.warn(f"the draft model runs on engine 'eager': {error}", stacklevel=4)
+            return EagerEngine(model)
+        return engine
+
     def close(self) -> None:
         """Unpack all linear layers, and free what graphs hold."""
+        for engine in self._beside:
+            engine.close()
+        self._beside.clear()
         if self.graphs is not None:
             self.graphs.clear()
         for _, packed in self._heads:
@@ -166,23 +202,33 @@ class StaticEngine(Engine):
         run_layers: Collection[int] | None = None,
         entering: Tensor | None = None,
     ) -> TargetOutput:
-        """As the interface says; only whole forwards."""
-        if run_layers is not None or entering is not None:
-            raise ValueError(f"engine {self.name!r} runs whole forwards: use engine='eager'")
+        """As the interface says. Forwards of some layers are not captured."""
+        part = None if run_layers is None else tuple(run_layers)
         # Prompts, of which the last logits are asked for, take their time in matrix products.
         tree = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if tree and self.graphs is not None and self.graphs.serves(cache, max(map(len, tokens))):
-            return self._replayed(self.graphs, cache, tokens, depths, seen, feature_layers)
-        width, layers = max(map(len, tokens)), tuple(feature_layers)
-        least = self.least_rows if tree else 1
+        width, layers, graphs = max(map(len, tokens)), tuple(feature_layers), self.graphs
+        if tree and part is None and graphs is not None and graphs.serves(cache, width):
+            return self._replayed(graphs, cache, tokens, depths, seen, feature_layers)
+        least = 1 if isinstance(logits_to_keep, Tensor) else self.least_rows
+        if not tree and width < least:  # the last rows are those that were asked for
+            assert isinstance(logits_to_keep, int)
+            kept = torch.arange(width - logits_to_keep, width, device=self.shape.device)
+            logits_to_keep = kept
         ids, positions = row_inputs(cache.lengths, tokens, depths, max(width, least))
         ids, positions = ids.to(self.shape.device), positions.to(self.shape.device)
         rows = self.rows(cache, depths, seen, ids.shape[1])
         cache.pending += width
         run = self._run if tree else self._forward
-        with self._timed(ids, layers, run), tree_attention_of(self.target):
+        if entering is not None:
+            assert part is not None and part[0] not in layers, "who brings rows has their features"
+            entering = F.pad(entering, (0, 0, 0, ids.shape[1] - width))
+        with (
+            self._timed(ids, layers, run, part),
+            tree_attention_of(self.target),
+            self.target.only(part, entering),
+        ):
             out = self._checked(run, ids, positions, rows, layers, logits_to_keep)
-        return first_rows(out, width) if tree else out
+        return first_rows(out, width)
 
     def _checked(self, run: Callable[..., TargetOutput], *inputs: Any) -> TargetOutput:
         """Run, and say what to do about a model that the compiler cannot take whole."""
@@ -191,7 +237,8 @@ class StaticEngine(Engine):
         except TorchDynamoException as error:
             raise ValueError(
                 f"target {self.target.name!r} ({self.target.model.config.model_type!r}) cannot be "
-                f"compiled as one graph: use engine='packed' ({str(error).splitlines()[0]})"
+                f"compiled as one graph: use engine='packed' ({str(error).splitlines()[0]}); "
+                "mixtures of experts need model.set_experts_implementation('grouped_mm')"
             ) from error
 
     def _replayed(self, graphs: Graphs, *rows: Any) -> TargetOutput:
@@ -275,10 +322,14 @@ class StaticEngine(Engine):
 
     @contextmanager
     def _timed(
-        self, ids: Tensor, layers: tuple[int, ...], run: Callable[..., TargetOutput]
+        self,
+        ids: Tensor,
+        layers: tuple[int, ...],
+        run: Callable[..., TargetOutput],
+        part: tuple[int, ...] | None,
     ) -> Iterator[None]:
         """Count the first forward of a kind as warming up."""
-        kind = (ids.shape[0] > 1, ids.shape[1] > 1, layers, run == self._forward)
+        kind = (ids.shape[0] > 1, ids.shape[1] > 1, layers, run == self._forward, part)
         start = time.perf_counter()
         yield
         if kind not in self._warm:

@@ -335,7 +335,12 @@ class DynamicGrowth(Growth):
         assert options.shape is None and law.kind not in DRAWN_KINDS
         super().__init__(options, law, max_depth)
         self.branch = min(options.top_k, columns)
-        self.widths = level_widths(options.longest, options.top_k, self.branch)
+        self.widths = level_widths(options.longest, self.most_expanded(options), self.branch)
+
+    @staticmethod
+    def most_expanded(options: TreeOptions) -> int:
+        """Nodes of a level that get children, at most."""
+        return options.top_k
 
     def add(self, grown: Grown, logits: Tensor, acceptance: Tensor | None = None) -> Grown:
         """The best R children of each frontier node; what is too much falls out at the end."""

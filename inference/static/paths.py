@@ -17,16 +17,14 @@ from inference.proposers.options import TreeOptions
 from inference.static.growth import (
     Candidates,
     DraftLaw,
+    DynamicGrowth,
     Grown,
     Growth,
-    level_widths,
-    rerank,
     survival_of,
     top_children,
 )
 from inference.static.tree import DraftTree
 from inference.static_tree import StaticTree
-from inference.tree import DRAWN_KINDS
 
 
 class Level(NamedTuple):
@@ -140,7 +138,7 @@ class ShapeGrowth(Growth):
         )
 
 
-class PathsGrowth(Growth):
+class PathsGrowth(DynamicGrowth):
     """The best paths over laws that do not depend on the path (DDTree, arXiv:2604.12989).
 
     Nodes are in order of depth, then of the ranks along their path. Scores are in float64, as the
@@ -154,13 +152,10 @@ class PathsGrowth(Growth):
         columns: Vd.
     """
 
-    def __init__(
-        self, options: TreeOptions, law: DraftLaw, max_depth: Tensor | None, columns: int
-    ) -> None:
-        assert options.shape is None and law.kind not in DRAWN_KINDS
-        super().__init__(options, law, max_depth)
-        self.branch = min(options.top_k, columns)
-        self.widths = level_widths(options.longest, options.size - 1, self.branch)
+    @staticmethod
+    def most_expanded(options: TreeOptions) -> int:
+        """All nodes that may be kept."""
+        return options.size - 1
 
     def start(self, roots: Tensor) -> Grown:
         """Trees of the roots (B,) alone."""
@@ -199,7 +194,3 @@ class PathsGrowth(Growth):
         made = torch.arange(start, candidates.size, device=order.device).expand_as(order)
         last = levels == len(self.widths)
         return Grown(candidates, made[:, :0] if last else made, places, levels)
-
-    def finish(self, grown: Grown) -> DraftTree:
-        """The best paths of all lengths."""
-        return rerank(grown.candidates, self.options.size)[0]

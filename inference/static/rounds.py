@@ -6,34 +6,49 @@ one graph, after two rounds that ran eagerly and made everything that is made at
 host is told arrives in one pinned buffer, and waiting for it is the only time that it waits.
 `inference.decoding` is the readable twin, and serves what cannot be a tensor.
 
+Rounds come in kinds that share all buffers: one for every drafter that is given, each with trees of
+its own, and the plain step, which drafts nothing. Each is a graph, and the host runs any of them
+next. A head takes in what was committed when it drafts, so plain steps leave that waiting: W rows
+of it, behind which one more graph has the head absorb them, all but the last. That is one pass of
+the head's first step per W - 1 plain steps, instead of one in each.
+
 Sequences that have ended stay in the batch: they draft and verify along and change nothing.
 
-Letters: B sequences, N tree nodes, D depth, R = D + 1 rows committed at most, L layers, H key-value
-heads, S columns, F·W captured features, V vocabulary.
+Letters: B sequences, N tree nodes, D depth, R rows that a drafter takes in (one more than the
+deepest tree has levels), W rows that may wait, F captured features, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from inference.static.accept import Acceptance, Ends, Noise, accept
-from inference.static.attention import TreeRows, as_bias
-from inference.static.cache import StaticCache
+from inference.proposers.options import TreeOptions
+from inference.static.accept import RUNNING, Acceptance, Ends, Noise, accept
+from inference.static.cache import StaticCache, move_paths
 from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.engine import StaticEngine
 from inference.static.graphs import Capture
+from inference.static.inputs import target_rows
 from inference.static.laws import Warpers
+from inference.static.report import Report, read, report
 from inference.static.tree import DraftTree, take
-from inference.static.words import WORD, tree_words
+from inference.static.words import tree_words
 
 EAGER_ROUNDS = 2
-"""Rounds before a graph is captured: kernels are compiled and draft caches made in them."""
+"""Rounds of a kind before its graph is captured: kernels are compiled and draft caches made in
+them."""
+WAITING = 16
+"""W, or R if that is more."""
+Kind = int | None
+"""The number of a drafter, or None for a plain step."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +58,11 @@ class Rule:
     Attributes:
         name: one of `inference.static.accept.STATIC_RULES`.
         warpers: of the target's law.
-        children: most children of a node.
         vocab: (Vd,) absolute ids of the columns of drawn drafts' laws, or None for all.
     """
 
     name: str
     warpers: Warpers
-    children: int
     vocab: Tensor | None
 
 
@@ -92,7 +105,7 @@ class Verified(NamedTuple):
         depths: (B, N) of its nodes.
         logits: (B, N, V).
         hidden: (B, N, D) last hidden states.
-        features: (B, N, F·W), or None if the head reads none.
+        features: (B, N, F), or None if the head reads none.
     """
 
     tree: DraftTree
@@ -108,36 +121,51 @@ class Rounds:
     Args:
         engine: runs the target.
         cache: of the target, with room for the longest text and a tree.
-        drafter: grows the trees; its law and limits are buffers of ``state``.
+        drafters: grow the trees of one kind of round each; of one head, with the same R. Their laws
+            and limits are buffers of ``state``. From now on they share what they keep.
         state: of the batch.
         rule: of acceptance.
-        capture: makes rounds repeatable (`inference.static.graphs`) once `EAGER_ROUNDS` have run;
-            None runs all of them operation by operation.
+        capture: makes rounds repeatable (`inference.static.graphs`) once `EAGER_ROUNDS` of a kind
+            have run; None runs all of them operation by operation.
     """
 
     def __init__(
         self,
         engine: StaticEngine,
         cache: StaticCache,
-        drafter: StaticDrafter,
+        drafters: Sequence[StaticDrafter],
         state: RoundState,
         rule: Rule,
         capture: Capture | None = None,
     ) -> None:
-        self.engine, self.cache, self.drafter = engine, cache, drafter
+        self.engine, self.cache, self.drafters = engine, cache, list(drafters)
         self.state, self.rule, self.capture = state, rule, capture
+        self.new_rows = self.drafter.new_rows
+        for other in self.drafters[1:]:
+            assert other.new_rows == self.new_rows, "drafters take in the same rows"
+            other.adopt(self.drafter)
         self.committed: Committed | None = None
-        self._replay: Callable[[], Tensor] | None = None
-        self._host: Tensor | None = None
-        self._done = 0
+        self._waiting = 0  # rows that the head has not taken in, of the sequence with the most
+        self._replays: dict[Kind | str, Callable[[], Tensor]] = {}
+        self._done: Counter[Kind | str] = Counter()
+        self._host: dict[Kind, Tensor] = {}
 
     @property
-    def depth(self) -> int:
-        """D."""
-        return len(self.drafter.growth.widths)
+    def drafter(self) -> StaticDrafter:
+        """The first, which takes in prompts for all."""
+        return self.drafters[0]
+
+    @property
+    def waiting_rows(self) -> int:
+        """W."""
+        return max(WAITING, self.new_rows)
+
+    def depth(self, kind: Kind) -> int:
+        """D of the trees of a kind of round."""
+        return 0 if kind is None else len(self.drafters[kind].growth.widths)
 
     def restart(self, seeds: Tensor, ends: Tensor) -> None:
-        """Forget all text; buffers and graph stay.
+        """Forget all text; buffers and graphs stay.
 
         Args:
             seeds: (B,) of the next texts.
@@ -159,64 +187,100 @@ class Rounds:
         state = self.state
         state.lengths.copy_(torch.tensor(lengths))
         state.remaining.copy_(torch.tensor(remaining))
-        counts = torch.where(state.remaining > 0, committed.counts, 0)
-        committed = committed._replace(counts=counts)
         if self.committed is None:
-            features = committed.features
-            self.committed = Committed(
-                committed.tokens.clone(),
-                committed.counts.clone(),
-                committed.hidden.clone(),
-                None if features is None else features.clone(),
-            )
-        else:
-            self._keep(committed)
+            self.committed = self._buffers(committed)
+        counts = torch.where(state.remaining > 0, committed.counts, 0)
+        self._keep(committed._replace(counts=counts))
+        self._waiting = 1
 
-    def run(self) -> list[list[int]]:
+    def _buffers(self, like: Committed) -> Committed:
+        """Of W rows, that never move."""
+
+        def room(rows: Tensor) -> Tensor:
+            return rows.new_zeros(len(rows), self.waiting_rows, *rows.shape[2:])
+
+        features = None if like.features is None else room(like.features)
+        counts = torch.zeros_like(like.counts)
+        return Committed(room(like.tokens), counts, room(like.hidden), features)
+
+    def run(self, kind: Kind = 0) -> list[Report]:
         """One round of every sequence.
 
-        Returns:
-            Per sequence: accepted drafts, how the text stands, depth and draft tokens of the tree,
-            and D + 1 emitted tokens with -1 behind them.
-        """
-        if self.capture is not None and self._replay is None and self._done == EAGER_ROUNDS:
-            start = time.perf_counter()
-            self._replay = self.capture(self._round)
-            self.engine.warm_up_seconds += time.perf_counter() - start
-        told = self._round() if self._replay is None else self._replay()
-        self._done += 1
-        return self._on_host(told).tolist()
+        Args:
+            kind: which drafter drafts, or none.
 
-    def _on_host(self, told: Tensor) -> Tensor:
+        Returns:
+            What became of each sequence.
+        """
+        if self._waiting > (self.waiting_rows - 1 if kind is None else self.new_rows):
+            self.absorb()
+        told = self._on_host(kind, self._do(kind, lambda: self._round(kind)))
+        found = [read(row) for row in told.tolist()]
+        if kind is None:
+            self._waiting += 1
+        else:
+            running = [one.accepted + 1 for one in found if one.ended == RUNNING]
+            self._waiting = max(running, default=0)
+        return found
+
+    def absorb(self) -> None:
+        """Have the head take in all that waits but the last row of each sequence."""
+        self._do("absorb", self._absorb)
+        self._waiting = 1
+
+    def _do(self, name: Kind | str, function: Callable[[], Tensor]) -> Tensor:
+        """Run a function of the buffers, by its graph if it is time for one."""
+        new = name not in self._replays and self._done[name] == EAGER_ROUNDS
+        if self.capture is not None and new:
+            start = time.perf_counter()
+            self._replays[name] = self.capture(function)
+            self.engine.warm_up_seconds += time.perf_counter() - start
+        self._done[name] += 1
+        return self._replays.get(name, function)()
+
+    def _on_host(self, kind: Kind, told: Tensor) -> Tensor:
         """What the host is told, once the device has come so far."""
         if told.device.type != "cuda":
             return told
-        if self._host is None:
-            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-        self._host.copy_(told, non_blocking=True)
+        if kind not in self._host:
+            self._host[kind] = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        self._host[kind].copy_(told, non_blocking=True)
         torch.cuda.current_stream(told.device).synchronize()
-        return self._host
+        return self._host[kind]
 
-    def _round(self) -> Tensor:
-        """Read the buffers, write them, and (B, D + 5) what the host is told."""
-        return self.settle(self.verify(self.draft()))
+    # Functions of the buffers --------------------------------------------------------------------
 
-    def draft(self) -> DraftTree:
+    def _round(self, kind: Kind) -> Tensor:
+        """Read the buffers, write them, and (B, 3D + 6) what the host is told."""
+        return self.settle(self.verify(self.draft(kind), kind), kind)
+
+    def _absorb(self) -> Tensor:
+        kept = self.committed
+        assert kept is not None
+        self.drafter.absorb_rows(kept._replace(counts=kept.last.clamp_min(0)))
+        for rows in (kept.tokens, kept.hidden, kept.features):
+            if rows is not None:
+                rows[:, 0].copy_(take(rows, kept.last))
+        return kept.counts.clamp_max_(1)
+
+    def draft(self, kind: Kind = 0) -> DraftTree:
         """The first part of a round: trees of what was committed last."""
         assert self.committed is not None
+        if kind is None:
+            return lone_roots(self.committed.roots, self.engine.least_rows)
         self.state.max_depth.copy_(self.state.remaining - 1)
-        return self.drafter.draft(self.committed)
+        return self.drafters[kind].draft(self.committed.part(0, self.new_rows))
 
-    def verify(self, tree: DraftTree) -> Verified:
+    def verify(self, tree: DraftTree, kind: Kind = 0) -> Verified:
         """The second part: the target's forward."""
-        words, depths = tree_words(tree.parents, self.depth)
+        words, depths = tree_words(tree.parents, self.depth(kind))
         rows = target_rows(self.cache, self.state.lengths, words, depths)
         positions = self.state.lengths[:, None] + depths
         out = self.engine.run(tree.tokens, positions, rows, self.drafter.feature_layers)
         return Verified(tree, depths, out.logits, out.last_hidden, out.features)
 
-    def settle(self, verified: Verified) -> Tensor:
-        """The last part: accept, commit, and (B, D + 5) what the host is told."""
+    def settle(self, verified: Verified, kind: Kind = 0) -> Tensor:
+        """The last part: accept, commit, and (B, 3D + 6) what the host is told."""
         state, rule = self.state, self.rule
         found = accept(
             verified.tree,
@@ -225,93 +289,65 @@ class Rounds:
             Noise(state.seeds, state.lengths),
             Ends(state.ends, state.remaining),
             rule=rule.name,
-            depth=self.depth,
-            children=rule.children,
+            depth=self.depth(kind),
+            children=0 if kind is None else most_children(self.drafters[kind].growth.options),
             draft_vocab=rule.vocab,
         )
-        move_paths(self.cache.kv, state.lengths, found.path)
         features = verified.features
         features = None if features is None else take(features, found.path)
-        self._keep(self._committed(found, take(verified.hidden, found.path), features))
+        new = self._committed(found, take(verified.hidden, found.path), features)
+        if kind is None:
+            self._append(new)
+        else:
+            move_paths(self.cache.kv, state.lengths, found.path)
+            self._keep(new)
         self._advance(found)
         return report(verified.tree, verified.depths, found)
 
     def _committed(self, found: Acceptance, hidden: Tensor, features: Tensor | None) -> Committed:
         """The accepted path of each sequence that goes on."""
-        counts = torch.where(found.ended == 0, found.accepted + 1, 0)
+        counts = torch.where(found.ended == RUNNING, found.accepted + 1, 0)
         tokens = found.packed[:, 2:].clamp_min(0)
         return Committed(tokens, counts, hidden, features)
 
     def _keep(self, new: Committed) -> None:
-        assert self.committed is not None
-        for buffer, value in zip(self.committed, new, strict=True):
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
+        """In place of what waited; the head has taken it in."""
+        kept, rows = self.committed, new.tokens.shape[1]
+        assert kept is not None
+        kept.counts.copy_(new.counts)
+        for buffer, value in _rows(kept, new):
+            buffer[:, :rows].copy_(value)
+
+    def _append(self, new: Committed) -> None:
+        """One row behind what waits."""
+        kept = self.committed
+        assert kept is not None
+        for buffer, value in _rows(kept, new):
+            places = kept.counts.reshape(-1, *[1] * (value.dim() - 1)).expand_as(value)
+            buffer.scatter_(1, places, value)
+        kept.counts.copy_(torch.where(new.counts > 0, kept.counts + 1, 0))
 
     def _advance(self, found: Acceptance) -> None:
-        state, goes_on = self.state, found.ended == 0
+        state, goes_on = self.state, found.ended == RUNNING
         state.lengths.add_(torch.where(goes_on, found.accepted + 1, 0))
         state.remaining.copy_(torch.where(goes_on, state.remaining - found.emitted, 0))
 
 
-def target_rows(cache: StaticCache, lengths: Tensor, words: Tensor, depths: Tensor) -> TreeRows:
-    """What attention needs of trees whose lengths are on the device.
-
-    On a CPU they can be read for nothing, and one bias serves all layers.
-
-    Args:
-        cache: of the target.
-        lengths: (B,).
-        words: (B, N, W).
-        depths: (B, N).
-    """
-    windows, nodes = cache.shape.windows, words.shape[1]
-    columns = lengths[:, None] + torch.arange(nodes, device=lengths.device)
-    rows = TreeRows(cache.kv, columns, windows, lengths=lengths, words=words, depths=depths)
-    if lengths.device.type == "cpu":
-        rows.bias, rows.window_bias = word_biases(cache, lengths, words, depths)
-    return rows
+def _rows(kept: Committed, new: Committed) -> list[tuple[Tensor, Tensor]]:
+    """Buffers and what is written to them, but the counts."""
+    found = [(kept.tokens, new.tokens), (kept.hidden, new.hidden)]
+    if kept.features is not None and new.features is not None:
+        found.append((kept.features, new.features))
+    return found
 
 
-def word_biases(
-    cache: StaticCache, lengths: Tensor, words: Tensor, depths: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Biases (B, 1, N, C) for the layers without and with a window; arguments as above."""
-    nodes = depths.shape[1]
-    places = torch.arange(int(lengths.max()) + nodes)
-    behind = places - lengths[:, None]  # (B, C) tree row of each column; below 0: committed
-    row = behind.clamp(0, nodes - 1)
-    word = words.gather(2, (row // WORD)[:, None].expand(-1, nodes, -1))
-    seen = (word >> (row % WORD)[:, None]) & 1  # (B, N, C)
-    seen = torch.where(behind[:, None] < 0, 1, seen.masked_fill(behind[:, None] >= nodes, 0))
-    bias = as_bias(seen.bool(), cache.shape.dtype)[:, None]
-    window = next((window for window in cache.shape.windows if window is not None), None)
-    if window is None:
-        return bias, None
-    positions = torch.where(behind < 0, places, lengths[:, None] + depths.gather(1, row))
-    distance = (lengths[:, None] + depths)[..., None] - positions[:, None]
-    return bias, as_bias(seen.bool() & (distance < window), cache.shape.dtype)[:, None]
+def most_children(options: TreeOptions) -> int:
+    """Of a node of such trees."""
+    return options.top_k if options.shape is None else max(map(len, options.shape.children))
 
 
-def move_paths(kv: Tensor, lengths: Tensor, path: Tensor) -> None:
-    """Move the rows of a path to the front of the tree's, in all layers at once.
-
-    Args:
-        kv: (L, 2, B, H, S, d), changed in place.
-        lengths: (B,) column of each root.
-        path: (B, R) nodes, the root first; what is moved for repeated ones has no meaning.
-    """
-    shape = (*kv.shape[:4], path.shape[1], kv.shape[5])
-    sources = (lengths[:, None] + path)[None, None, :, None, :, None]
-    places = torch.arange(path.shape[1], device=path.device)
-    targets = (lengths[:, None] + places)[None, None, :, None, :, None]
-    kv.scatter_(4, targets.expand(shape), kv.gather(4, sources.expand(shape)))
-
-
-def report(tree: DraftTree, depths: Tensor, found: Acceptance) -> Tensor:
-    """(B, D + 5): accepted, how the text stands, depth and draft tokens, emitted tokens."""
-    drafted = tree.valid.sum(1) - 1
-    deepest = torch.where(tree.valid, depths, 0).amax(1)
-    return torch.cat(
-        [found.packed[:, :2], deepest[:, None], drafted[:, None], found.packed[:, 2:]], dim=1
-    )
+def lone_roots(roots: Tensor, width: int) -> DraftTree:
+    """Trees of roots (B,) and nothing else, N filled up to ``width``, at least 1."""
+    tokens = F.pad(roots[:, None], (0, width - 1))
+    valid = torch.arange(width, device=roots.device) == 0
+    return DraftTree(tokens, torch.full_like(tokens, -1), valid.expand_as(tokens))

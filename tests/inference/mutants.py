@@ -474,7 +474,7 @@ def block_coins_by_position(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(detectors.tokens_in_a_batch, "all rows draw with the seed of the first")
 def seed_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
-    make = generate_module._texts
+    make = generate_module.new_texts
 
     def same_seed(*args: Any) -> list[Text]:
         made = make(*args)
@@ -483,7 +483,7 @@ def seed_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
             text.sampler.params = replace(text.sampler.params, seed=seed)
         return made
 
-    patch.setattr(generate_module, "_texts", same_seed)
+    patch.setattr(generate_module, "new_texts", same_seed)
 
 
 # Ends -------------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ from drafters import TargetModel
 from inference.cache import TreeCache
 from inference.controller import controllers
 from inference.costs import CostTable
+from inference.engine import EagerEngine
 from inference.generate import Round, speculative_generate
 from inference.proposers import Proposer, RowState, Session, TreeOptions, build_proposer
-from inference.proposers.adaptive import AdaptiveProposer, Estimates, describe, outcome_of
+from inference.proposers.adaptive import AdaptiveProposer
+from inference.proposers.arms import describe, outcome_of
 from inference.proposers.compose import ComposedProposer
+from inference.proposers.deciding import Estimates
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
@@ -99,6 +102,7 @@ class Anything:
         batch: float = 1,
         depth: int | None = None,
         limits: Mapping[str, tuple[int, int]] | None = None,
+        behind: Mapping[str, float] | None = None,
     ) -> Choice:
         self.made.append(self._choice(9 if depth is None else depth, limits or {}))
         return self.made[-1]
@@ -236,7 +240,7 @@ def test_an_arm_that_was_idle_drafts_as_if_it_had_not_been(name: str) -> None:
     for tokens, tree in watched.trees:
         fresh = head_arm(name)
         cache = TreeCache(target().model.config)
-        fresh.start(Session(target(), cache, 1, PhaseTimer(), "match", [0]))
+        fresh.start(Session(EagerEngine(target()), cache, 1, PhaseTimer(), "match", [0]))
         out = target().forward(torch.tensor([tokens[:-1]]), feature_layers=fresh.feature_layers)
         features = None if out.features is None else out.features[0]
         state = RowState(tokens, 1, features, out.last_hidden[0], 3, GREEDY)
@@ -322,16 +326,16 @@ def test_under_rejection_a_sequence_depends_on_no_other_and_no_earlier_call() ->
     alike = first_of([20] * 11, [20] * 12)
     assert first_of([3, 9], [44, 12, 60]) == alike
     assert first_of([20] * 11, [20] * 12) == alike
-    assert not proposer._shared and len(proposer.made) > 3
+    assert not proposer.estimates and len(proposer.made) > 3
 
 
 def test_where_it_is_allowed_calls_and_sequences_learn_together() -> None:
     proposer = AdaptiveProposer(draft_arms(), learning)
     decode(target(), proposer)
-    first = proposer._shared["head"].table()
+    first = proposer.estimates["head"].table()
     decode(target(), proposer)
-    assert proposer._shared["head"].table() != first
-    assert len({id(c.estimates["head"]) for c in proposer._lasting.values()}) == 1  # type: ignore
+    assert proposer.estimates["head"].table() != first
+    assert len({id(c.estimates["head"]) for c in proposer.deciding.lasting.values()}) == 1  # type: ignore
 
 
 # Confidence ---------------------------------------------------------------------------------------

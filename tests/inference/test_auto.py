@@ -5,16 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.auto import auto_proposer, cost_grid, measured_costs
+from inference.auto import (
+    AutoProposer,
+    Predicted,
+    acceptance_hashes,
+    cost_grid,
+    measured_costs,
+)
 from inference.costs import FILE, CostTable
 from inference.engine import EagerEngine, Engine
 from inference.engines import build_engine
 from inference.generate import plain_generate, speculative_generate
+from inference.priors import Law, Memory
 from inference.proposers import TreeOptions, build_proposer
 from inference.proposers.base import Proposer
+from inference.proposers.heads import HeadProposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
-from inference.schedule import Arm
+from inference.schedule import Arm, plain_step
+from inference.survival import Prior
 from tests.blocks import block_head
 from tests.tiny import tiny_target
 
@@ -59,7 +68,7 @@ def test_copies_cost_nothing_to_measure() -> None:
 def test_what_is_decoded_is_plain_decoding_s(name: str, sampling: SamplingParams | None) -> None:
     target = tiny_target()
     engine, arms = build_engine(target, name), arms_of(target)
-    proposer = auto_proposer(engine, arms, table(engine, arms))
+    proposer = AutoProposer(arms, table(engine, arms))
     options = {"max_new_tokens": [40, 23], "sampling": sampling}
     plain = plain_generate(target, PROMPTS, **options)
     for _ in range(2):
@@ -103,7 +112,99 @@ def test_a_confident_head_is_cut_by_what_it_costs() -> None:
     head.config.confidence_temperatures = [1.0] * 3
     arms = {"head": build_proposer(head, TreeOptions(size=8, depth=3, top_k=2))}
     engine = EagerEngine(target)
-    proposer = auto_proposer(engine, arms, table(engine, arms))
+    proposer = AutoProposer(arms, table(engine, arms))
     assert proposer.confident == {"head"}
     head.config.confidence_temperatures = None
-    assert not auto_proposer(engine, arms, table(engine, arms)).confident
+    assert not AutoProposer(arms, table(engine, arms)).confident
+
+
+def run_with_memory(folder: Path, rule: str, temperature: float) -> tuple[Memory, list[list[int]]]:
+    """One run from start to end, as a script does it."""
+    target = tiny_target()
+    engine, arms = EagerEngine(target), arms_of(target)
+    law = Law(rule, temperature)
+    memory = Memory.beside(folder, target.fingerprint(), law, acceptance_hashes(arms))
+    priors = memory.read(pytest.fail)
+    proposer = AutoProposer(arms, table(engine, arms, folder), priors, memory)
+    texts = []
+    for _ in range(2):
+        found = speculative_generate(
+            target,
+            proposer,
+            PROMPTS,
+            max_new_tokens=20,
+            engine=engine,
+            rule=rule,
+            sampling=SamplingParams(temperature, seed=1),
+        )
+        texts += found.sequences
+        assert memory.read(pytest.fail) == priors  # nothing is written in between
+    proposer.keep(pytest.fail)
+    return memory, texts
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("match", 0.0), ("coupled", 1.0)])
+def test_what_a_run_learnt_is_there_at_the_next(
+    rule: str, temperature: float, tmp_path: Path
+) -> None:
+    memory, first = run_with_memory(tmp_path, rule, temperature)
+    learnt = memory.read(pytest.fail)
+    assert set(learnt) == {"head", "ngram"}
+    assert learnt["ngram"].rounds[0][0] > 0
+    _, second = run_with_memory(tmp_path, rule, temperature)
+    assert second == first  # whatever is known, the text is plain decoding's
+    more = memory.read(pytest.fail)
+    assert more["ngram"].rounds[0][0] > learnt["ngram"].rounds[0][0]
+
+
+def test_coins_that_were_tossed_teach_nothing(tmp_path: Path) -> None:
+    """Another run with this seed tosses the same ones."""
+    memory, first = run_with_memory(tmp_path, "rejection", 1.0)
+    assert not memory.path.exists()
+    _, second = run_with_memory(tmp_path, "rejection", 1.0)
+    assert second == first
+
+
+def test_hashes_tell_arms_apart_that_are_not_accepted_alike() -> None:
+    target = tiny_target()
+    base = acceptance_hashes(arms_of(target))
+    assert acceptance_hashes(arms_of(target)) == base
+    other = arms_of(target)
+    head = other["head"]
+    assert isinstance(head, HeadProposer)
+    next(head.drafter.parameters()).data[0] += 1.0
+    assert acceptance_hashes(other)["head"] != base["head"]
+    longer = {"ngram": NgramProposer(9, 8, 1)}  # a longest draft changes no rate
+    assert acceptance_hashes(longer)["ngram"] == base["ngram"]
+    assert acceptance_hashes({"ngram": NgramProposer(6, 5, 1, max_ngram=5)}) != base
+
+
+def test_what_is_expected_of_rounds_is_added_up() -> None:
+    """Sequences of a batch share a round's seconds; a prompt that a head takes in counts once."""
+    target = tiny_target()
+    engine, arms = EagerEngine(target), arms_of(target)
+    costs = table(engine, arms)
+    for prompts in (PROMPTS[:1], [PROMPTS[0]] * 2):
+        proposer = AutoProposer(arms_of(target), costs)
+        made = speculative_generate(target, proposer, prompts, max_new_tokens=20, engine=engine)
+        found, rows = proposer.predicted, len(prompts)
+        assert found.tokens == pytest.approx(proposer.expected_tokens)
+        seconds = proposer.expected_seconds / rows + proposer.absorbed
+        assert found.seconds == pytest.approx(seconds)
+        assert 0 <= found.drafted <= made.stats.num_drafts
+        drafting = {what: n for what, n in proposer.made.items() if what[0] == "head"}
+        assert found.drafted == sum(drafting.values())
+        step = [plain_step(costs, context, rows).seconds for context in (7, 27)]
+        assert step[0] <= found.plain_seconds / (found.tokens / rows) <= step[1]
+
+
+def test_a_fresh_one_knows_what_it_knew_at_the_start() -> None:
+    target = tiny_target()
+    engine, arms = EagerEngine(target), arms_of(target)
+    priors = {"head": Prior.measured([[0.5, 0.1]] * 3)}
+    proposer = AutoProposer(arms, table(engine, arms), priors)
+    speculative_generate(target, proposer, PROMPTS, max_new_tokens=9, engine=engine)
+    assert proposer.estimates and proposer.made
+    again = proposer.fresh()
+    assert not again.estimates and not again.made and again.predicted == Predicted()
+    assert again.priors == priors and again.proposers == arms

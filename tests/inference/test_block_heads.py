@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters import TargetModel
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.proposers import RowState, Session, build_proposer
 from inference.proposers import block as block_module
 from inference.proposers.block import BlockProposer
@@ -50,7 +51,7 @@ def proposer_of(name: str, options: TreeOptions = TREE) -> BlockProposer:
 
 def begin(proposer: BlockProposer, rule: str = "match") -> None:
     cache = TreeCache(target().model.config)
-    proposer.start(Session(target(), cache, 1, PhaseTimer(), rule, [0]))
+    proposer.start(Session(EagerEngine(target()), cache, 1, PhaseTimer(), rule, [0]))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from drafters import Eagle3Drafter, TargetModel, build_drafter
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import SequentialProposer
 from inference.proposers.base import Proposer, Resume, RowState, Session
@@ -103,7 +104,9 @@ def state(features: torch.Tensor | None = None) -> RowState:
 
 
 def session(target: TargetModel, rule: str = "match") -> Session:
-    return Session(target, TreeCache(target.model.config, 1, 64), 1, PhaseTimer(), rule, [0])
+    return Session(
+        EagerEngine(target), TreeCache(target.model.config, 1, 64), 1, PhaseTimer(), rule, [0]
+    )
 
 
 # Merging -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from inference.controller import Controller, ControllerSettings
 from inference.schedule import Arm, Choice, RoundCosts, chain_tokens, cut_chain
-from inference.survival import Outcome
+from inference.survival import Outcome, Prior
 from tests.inference.costs import cost_table
 
 EAGER = {1: 0.089, 2: 0.149, 4: 0.128, 6: 0.146, 8: 0.148, 16: 0.204}
@@ -92,7 +92,7 @@ def test_it_converges_to_the_best_static_size(name: str, rates: list[float]) -> 
     best = best_static(costs, rates)
     course = follow(Controller([HEAD], costs), costs, lambda *_: rates, 4000, 0)
     assert course.rate >= 0.97 * best
-    knowing = Controller([HEAD], costs, {"head": [[rate] for rate in rates]})
+    knowing = Controller([HEAD], costs, {"head": Prior.measured([[rate] for rate in rates])})
     course = follow(knowing, costs, lambda *_: rates, 800, 1)
     assert course.rate >= 0.97 * best
 
@@ -140,7 +140,7 @@ def test_useless_drafts_cost_little(name: str, length: int) -> None:
 def test_nothing_is_lost_beyond_the_allowance_even_if_calibration_was_wrong() -> None:
     """The head is said to be perfect and is useless."""
     costs = costs_of("eager")
-    wrong = {"head": [[0.99]] * 8}
+    wrong = {"head": Prior.measured([[0.99]] * 8)}
     course = follow(Controller([HEAD], costs, wrong), costs, lambda *_: [0.0] * 8, 500, 0)
     assert course.speedup >= 0.97
     careless = ControllerSettings(allowance=1e9)
@@ -164,7 +164,7 @@ def test_without_trials_speculation_that_was_off_never_comes_back() -> None:
 
 
 def test_time_passes_for_arms_that_are_idle() -> None:
-    controller = Controller([HEAD], costs_of("eager"), {"head": [[0.01]] * 8})
+    controller = Controller([HEAD], costs_of("eager"), {"head": Prior.measured([[0.01]] * 8)})
     hoped = []
     for _ in range(300):
         hoped.append(controller.estimates["head"].optimistic()[0][0])
@@ -199,7 +199,9 @@ def test_of_several_arms_the_best_available_is_used() -> None:
 def test_what_copies_would_have_got_right_is_learnt_without_using_them() -> None:
     costs = costs_of("packed")
     arms = [HEAD, Arm("copy", 8, copies=True)]
-    controller = Controller(arms, costs, {"copy": [[0.01]] * 8}, ControllerSettings(trials=0.0))
+    controller = Controller(
+        arms, costs, {"copy": Prior.measured([[0.01]] * 8)}, ControllerSettings(trials=0.0)
+    )
     for _ in range(200):
         choice = controller.choose(100, limits={"copy": (0, 1)})
         controller.observe([Outcome([], [1], 1, choice.size)])
@@ -245,7 +247,7 @@ def test_batches_pool_their_sequences() -> None:
 
 
 def test_the_depth_of_a_text_that_ends_is_kept() -> None:
-    controller = Controller([HEAD], costs_of("packed"), {"head": [[0.9]] * 8})
+    controller = Controller([HEAD], costs_of("packed"), {"head": Prior.measured([[0.9]] * 8)})
     assert controller.choose(100).depth >= 5
     assert controller.choose(100, depth=2).depth == 2
     assert controller.choose(100, depth=0).arm is None
@@ -255,7 +257,7 @@ def test_arms_are_checked() -> None:
     with pytest.raises(ValueError, match="a name each"):
         Controller([HEAD, HEAD], costs_of("even"))
     with pytest.raises(ValueError, match="priors of 'other'"):
-        Controller([HEAD], costs_of("even"), {"other": [[0.5]]})
+        Controller([HEAD], costs_of("even"), {"other": Prior.measured([[0.5]])})
 
 
 def cut_by_confidence(cut: bool, rounds: int = 1500) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import generation as hf
 
-import inference.generate
+import inference.texts
 from drafters import TargetModel
 from inference.copies import apart, copied
 from inference.generate import plain_generate, speculative_generate
@@ -67,7 +67,7 @@ def test_sharing_without_copies_is_noticed(
     target: TargetModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above would find if rows were not kept apart."""
-    monkeypatch.setattr(inference.generate, "apart", list)
+    monkeypatch.setattr(inference.texts, "apart", list)
     params = SamplingParams(processors=(STATEFUL[name](),))
     proposer = truth(target, name)
     if name == "grammar":

@@ -178,3 +178,16 @@ def test_the_printed_table_shows_every_number() -> None:
     for seconds in [*VERIFY.values(), *DRAFT.values()]:
         assert f"{1000 * seconds:.2f}" in text
     assert "rest of a round, by batch: 1:2.00 4:5.00" in text
+
+
+def test_taking_in_what_was_missed_is_known_by_positions(tmp_path: Path) -> None:
+    points = {("head", 64): 0.006, ("head", 512): 0.09, ("model", 64): 0.6}
+    table = CostTable(KEY, {(1, 0, 1): 0.1}, absorb_points=points)
+    assert table.absorb("head", 0) == table.absorb("ngram", 500) == 0.0
+    assert table.absorb("head", 32) == pytest.approx(0.003)
+    assert table.absorb("head", 64) == 0.006
+    assert table.absorb("head", 288) == pytest.approx(0.048)
+    assert table.absorb("head", 960) == pytest.approx(0.09 + 448 * (0.09 - 0.006) / 448)
+    assert table.absorb("model", 128) == pytest.approx(1.2)
+    table.save(tmp_path)
+    assert CostTable.load(tmp_path).absorb_points == points

@@ -21,6 +21,7 @@ from inference.proposers import RowState, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer, check_same_tokenizer
 from inference.proposers.levels import Branches
 from inference.sampling import SamplingParams
+from inference.static.engine import StaticEngine
 from inference.tree import Proposal, TokenTree
 from tests.inference.drafting import (
     GREEDY,
@@ -75,6 +76,30 @@ def test_output_is_plain_decodings_own(
     accepted, drafted = batch.stats.num_accepted_tokens, batch.stats.num_draft_tokens
     assert 5 < accepted < drafted, "drafts that are always right or always wrong test little"
     assert decode_alone(target, proposer, 1, sampling=sampling, rule=rule) == expected[1]
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
+def test_static_engines_draft_the_same_trees(
+    target: TargetModel, draft: TargetModel, options: TreeOptions, least: int
+) -> None:
+    """The draft model's keys and values are in one tensor, single rows may be filled up."""
+    engine, trees = StaticEngine(target), []
+    beside = engine.beside(draft)
+    assert isinstance(beside, StaticEngine)
+    beside.least_rows = least
+    for other in (None, engine):
+        found = decode(
+            target,
+            DraftModelProposer(draft, options),
+            engine=other,
+            sampling=SAMPLED,
+            rule="coupled",
+            record_rounds=True,
+        )
+        assert found.sequences == plain(target, SAMPLED)
+        trees.append([(done.tree.tokens.tolist(), done.accepted) for done in found.rounds])
+    assert trees[0] == trees[1]
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt2"])

@@ -2,15 +2,20 @@
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation import LogitsProcessor
 
 import inference.decoding as decoding_module
+import inference.evaluation as evaluation_module
 import inference.generate as generate
 from drafters import TargetModel, build_drafter
-from inference.evaluation import Prompt, Report, measure
+from inference.engines import build_engine
+from inference.evaluation import Cell, Prompt, Report, measure, measure_cells, request_seed
 from inference.generate import plain_generate
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams
@@ -152,7 +157,9 @@ def test_batches_hold_one_category_and_give_the_same_texts(
     assert [r.emitted for r in together.requests] == [r.emitted for r in alone.requests]
     result = together.to_dict()
     assert result["identical"] is True and result["batch_size"] == 3
-    assert result["speedup"] is None, "the reference is not batched"
+    assert result["speedup"] > 0, "the reference is decoded in the same batches"
+    apart = run(target, proposer, batch_size=3, compare="generate").to_dict()
+    assert apart["speedup"] is None, "generate decodes one text after the other"
 
 
 def test_without_reference(target: TargetModel, proposer: Proposer) -> None:
@@ -237,3 +244,199 @@ def test_options_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         run(target, proposer, **options)
+
+
+def test_the_seed_of_a_request_is_its_own(target: TargetModel, proposer: Proposer) -> None:
+    """Equal prompts get texts of their own, and the same ones again in another order."""
+    prompts = [Prompt([5, 6, 7], id=name) for name in "abc"]
+
+    def texts(given: list[Prompt]) -> dict[str, list[int]]:
+        report = measure(target, proposer, given, max_new_tokens=12, sampling=SAMPLED)
+        return {request.prompt.id: request.tokens for request in report.requests}
+
+    found = texts(prompts)
+    assert len(set(map(tuple, found.values()))) == 3
+    assert texts(prompts[::-1]) == found
+    turns = {request_seed(3, Prompt([5], id="a", turn=turn)) for turn in range(3)}
+    assert len(turns) == 3 and request_seed(4, Prompt([5], id="a")) not in turns
+
+
+def test_cells_share_references_and_are_asked_the_same(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    plain = evaluation_module.reference_texts
+
+    def spy(target: TargetModel, prompts: Any, new: int, samplings: Any, *rest: Any) -> Any:
+        decoded.append((len(prompts[0]), samplings[0].temperature))
+        return plain(target, prompts, new, samplings, *rest)
+
+    monkeypatch.setattr(evaluation_module, "reference_texts", spy)
+    head = tiny_head(target)
+    small, large = (build_proposer(head, TreeOptions(size, 3, 3)) for size in (4, 8))
+    cells = [
+        Cell(small),
+        Cell(large, "match", SAMPLED),
+        Cell(large),
+        Cell(small, "coupled", SAMPLED),
+    ]
+    reports = measure_cells(target, cells, PROMPTS, max_new_tokens=16)
+    measured = [
+        (len(prompt.ids), t) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[1]) for t in (0, 1)
+    ]
+    assert decoded == [(3, 0.0), (3, 1.0), *measured]  # warming up first
+    for report in reports:
+        assert report.identical is True and len(report.requests) == 3
+    first, sampled, second, coupled = ([r.tokens for r in report.requests] for report in reports)
+    assert first == second and sampled == coupled != first
+    assert {each.width for r in reports[0].requests for each in r.rounds} != {
+        each.width for r in reports[2].requests for each in r.rounds
+    }
+    alone = run(target, build_proposer(head, TreeOptions(4, 3, 3)))
+    assert [r.emitted for r in alone.requests] == [r.emitted for r in reports[0].requests]
+    assert [each.cell for report in reports for each in report.requests[0].rounds[:1]] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def talk(turns: int, seen: list[list[int]]) -> Prompt:
+    """A conversation whose next turn is what was said, the answer, and a 9."""
+
+    def turn(ids: list[int], number: int) -> Prompt:
+        def follow(answer: Sequence[int]) -> Prompt:
+            seen.append(list(answer))
+            return turn([*ids, *answer, 9], number + 1)
+
+        return Prompt(ids, "talk", "t", number, follow if number + 1 < turns else None)
+
+    return turn([5, 6], 0)
+
+
+@pytest.mark.parametrize("compare", ["plain", None])
+def test_conversations_go_on_with_the_answers(
+    target: TargetModel, proposer: Proposer, compare: str | None
+) -> None:
+    seen: list[list[int]] = []
+    report = measure(target, proposer, [talk(3, seen)], max_new_tokens=8, compare=compare)
+    requests = report.requests
+    assert [r.prompt.turn for r in requests] == [0, 1, 2]
+    assert seen == [r.tokens for r in requests[:2]]
+    history = [5, 6]
+    for request in requests:
+        assert request.prompt.ids == history
+        history = [*history, *request.tokens, 9]
+    result = report.to_dict()
+    assert (result["num_prompts"], result["num_conversations"]) == (3, 1)
+    assert result["acceptance_length_interval"] is None, "one conversation tells nothing of others"
+
+
+def test_turns_that_no_longer_fit_are_skipped(target: TargetModel, proposer: Proposer) -> None:
+    def follow(answer: Sequence[int]) -> Prompt:
+        return Prompt([5] * 510, "a", "long", 1)
+
+    prompt = Prompt([5, 6], "a", "long", follow=follow)
+    report = measure(target, proposer, [prompt], max_new_tokens=8)
+    assert len(report.requests) == 1
+    assert [(one.id, one.turn) for one in report.skipped] == [("long", 1)]
+
+
+def test_a_trace_recounts_both_conventions(target: TargetModel) -> None:
+    """From the target's chances alone: at temperature 0 the walk follows the nodes with p = 1."""
+    proposer = build_proposer(tiny_head(target), TreeOptions(8, 3, 3))
+    (report,) = measure_cells(target, [Cell(proposer)], PROMPTS, max_new_tokens=16, trace=2)
+    traced, rest = report.requests[:2], report.requests[2]
+    assert all(each.trace is None for each in rest.rounds)
+    accepted = emitted = rounds = 0
+    for request in traced:
+        text = request.tokens[1:]
+        for each in request.rounds:
+            assert each.trace is not None
+            node, path = 0, []
+            while below := [n for n in each.trace.children(node) if each.trace.p[n] == 1.0]:
+                (node,) = below
+                path.append(node)
+            taken = [each.trace.tokens[n] for n in path][: len(text)]
+            assert each.trace.path == path[: len(taken)] and taken == text[: len(taken)]
+            given = min(len(taken) + 1, len(text))
+            assert text[:given] == each.emitted
+            text, rounds = text[given:], rounds + 1
+            accepted, emitted = accepted + len(taken), emitted + given
+            for n, parent in enumerate(each.trace.parents[1:], start=1):
+                assert 0 < (each.trace.q[n] or 0) <= 1 and parent < n
+        assert text == []
+    assert accepted, "nothing was accepted: the test would show nothing"
+    both = replace(report, requests=traced).to_dict()
+    assert both["acceptance_length"] == pytest.approx(emitted / rounds)
+    assert both["accepted_per_round"] == pytest.approx(accepted / rounds)
+
+
+@pytest.mark.parametrize(("rule", "branch"), [("match", 3), ("rejection", 2), ("block", 1)])
+def test_chances_are_those_of_the_laws(target: TargetModel, rule: str, branch: int) -> None:
+    """p is the target's law behind the path to the parent, q the draft's own."""
+    proposer = build_proposer(tiny_head(target), TreeOptions(6, 3, branch))
+    cells = [Cell(proposer, rule, SAMPLED)]
+    (report,) = measure_cells(target, cells, PROMPTS[:1], max_new_tokens=8, trace=1)
+    (request,) = report.requests
+    text = [*request.prompt.ids, *request.tokens[:1]]
+    for each in request.rounds:
+        assert each.trace is not None and len(text) == each.context
+        for node, parent in enumerate(each.trace.parents):
+            if parent < 0:
+                assert each.trace.p[node] is None and each.trace.q[node] is None
+                continue
+            path, above = [], parent
+            while above > 0:
+                path.insert(0, each.trace.tokens[above])
+                above = each.trace.parents[above]
+            ids = torch.tensor([text + path])
+            law = target.forward(ids, logits_to_keep=1).logits[0, -1].softmax(-1)
+            chance = each.trace.p[node]
+            assert chance == pytest.approx(float(law[each.trace.tokens[node]]), abs=1e-9)
+            assert each.trace.q[node] is not None
+        text += each.emitted
+
+
+class Counted(LogitsProcessor):
+    """Changes nothing, and counts its calls, of copies too."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_a_trace_does_not_call_processors_once_more(target: TargetModel, rule: str) -> None:
+    """They may keep state; chances that the rule did not ask for stay unknown."""
+    proposer = build_proposer(tiny_head(target), TreeOptions(6, 3, 1 if rule == "block" else 3))
+    cells = [Cell(proposer, rule, SamplingParams(1.0, seed=3, processors=(Counted(),)))]
+    calls, texts = [], []
+    for trace in (0, 1):
+        Counted.calls = 0
+        (report,) = measure_cells(
+            target, cells, PROMPTS[:1], max_new_tokens=12, compare=None, trace=trace
+        )
+        calls.append(Counted.calls)
+        texts.append(report.requests[0].tokens)
+    assert calls[0] == calls[1] > 0 and texts[0] == texts[1]
+    known = [each.trace.p[1:] for each in report.requests[0].rounds if each.trace is not None]
+    assert any(chance is not None for chances in known for chance in chances)
+    assert rule == "block" or any(chance is None for chances in known for chance in chances)
+
+
+@pytest.mark.slow
+def test_an_engine_that_keeps_its_trees_is_counted_alike(
+    target: TargetModel, proposer: Proposer
+) -> None:
+    engine = build_engine(target, "device")
+    report = run(target, proposer, engine=engine)
+    eager = run(target, proposer)
+    assert report.identical is True
+    assert [r.emitted for r in report.requests] == [r.emitted for r in eager.requests]
+    assert [r.stats for r in report.requests] == [r.stats for r in eager.requests]
+    result = report.to_dict()
+    assert result["seconds"]["round"] > 0 and 0 <= result["other_share"] < 1

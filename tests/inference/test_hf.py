@@ -38,9 +38,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-import inference.generate
 import inference.hf.rows
 import inference.hf.setup
+import inference.texts
 from drafters import Drafter, TargetModel, build_drafter
 from inference.generate import plain_generate
 from inference.hf import SpeculativeOutput, speculative
@@ -360,7 +360,7 @@ def test_rows_that_share_state_are_noticed(
 ) -> None:
     """By the test above, were nothing copied."""
     monkeypatch.setattr(inference.hf.rows, "copied", lambda found, *_: tuple(found))
-    monkeypatch.setattr(inference.generate, "apart", list)
+    monkeypatch.setattr(inference.texts, "apart", list)
     with pytest.raises(AssertionError):
         test_rows_keep_their_own_state(target, head, kind, "match", batch)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import inference.proposers.layer_skip as layer_skip_module
@@ -15,6 +16,7 @@ from inference.generate import plain_generate, speculative_generate
 from inference.proposers import RowState
 from inference.proposers.layer_skip import LayerSkipProposer, check_split
 from inference.sampling import SamplingParams
+from inference.static.engine import StaticEngine
 from inference.tree import TokenTree
 from tests.inference.drafting import (
     GREEDY,
@@ -82,6 +84,40 @@ def test_other_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         result = decode(target, LayerSkipProposer(**options), sampling=SAMPLED, rule="coupled")
         assert result.sequences == expected
         assert result.stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_static_engines_draft_the_same_trees(target: TargetModel, kind: str, least: int) -> None:
+    """Keys and values of all layers are one tensor there, single rows may be filled up."""
+    engine = StaticEngine(target)
+    engine.least_rows = least
+    trees = []
+    for other in (None, engine):
+        options: dict[str, Any] = {"sampling": SAMPLED, "rule": "coupled", "record_rounds": True}
+        found = decode(target, LayerSkipProposer(**KINDS[kind]), engine=other, **options)
+        assert found.sequences == plain(target, SAMPLED)
+        trees.append([(done.tree.tokens.tolist(), done.accepted) for done in found.rounds])
+    assert trees[0] == trees[1]
+
+
+@pytest.mark.slow
+def test_compiled_parts_of_a_target_are_made_once(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of some layers and of others are told apart, and none is made twice."""
+    torch._dynamo.reset()
+    counter, compile_ = torch._dynamo.testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_(f, backend=counter, **options)
+    )
+    engine, made = StaticEngine(target, compiled=True), []
+    for _ in range(2):
+        for kind in ("chain", "subset", "without the first"):
+            found = decode(target, LayerSkipProposer(**KINDS[kind]), engine=engine)
+            assert found.sequences == plain(target, GREEDY)
+        made.append(counter.frame_count)
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,6 +59,7 @@ def page(*checks: dict[str, Any], **changes: Any) -> str:
     result: dict[str, Any] = {
         "verdict": "lossless",
         "negative_control": False,
+        "engine": "packed",
         "checks": list(checks),
         "not_tested": ["rule `block`"],
         "settings": {"target": "tiny|one", "top_k": None, "seeds": 3},

@@ -12,6 +12,7 @@ from drafters import TargetModel, build_drafter
 from drafters.mtp import MtpDrafter
 from drafters.mtp_native import load_native_mtp
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.generate import plain_generate
 from inference.proposers import RowState, Session, TreeOptions, build_proposer, mtp
 from inference.proposers.mtp import MtpProposer
@@ -63,7 +64,9 @@ def training_pass(drafter: MtpDrafter, ids: list[int]) -> list[Tensor]:
 
 def started(proposer: MtpProposer) -> MtpProposer:
     cache = TreeCache(proposer.drafter.target.model.config)
-    proposer.start(Session(proposer.drafter.target, cache, 1, PhaseTimer(), "match", [0]))
+    proposer.start(
+        Session(EagerEngine(proposer.drafter.target), cache, 1, PhaseTimer(), "match", [0])
+    )
     return proposer
 
 

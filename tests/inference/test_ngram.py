@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from drafters import TargetModel
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers.base import RowState, Session
 from inference.proposers.ngram import NgramProposer, copy_from, merge_copies
@@ -33,7 +34,7 @@ def one(target: TargetModel) -> Session:
 
 def session(target: TargetModel, rows: int = 1) -> Session:
     cache = TreeCache(target.model.config, rows, 64)
-    return Session(target, cache, rows, PhaseTimer(), "match", list(range(rows)))
+    return Session(EagerEngine(target), cache, rows, PhaseTimer(), "match", list(range(rows)))
 
 
 def state(tokens: Sequence[int], max_depth: int = 99) -> RowState:

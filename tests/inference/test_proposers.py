@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters import FAMILIES, Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.proposers import (
     HeadProposer,
     MedusaProposer,
@@ -67,7 +68,7 @@ def any_target() -> TargetModel:
 def begin(proposer: Proposer, rule: str = "match") -> None:
     target = any_target()
     cache = TreeCache(target.model.config)
-    proposer.start(Session(target, cache, 1, PhaseTimer(), rule, [0]))
+    proposer.start(Session(EagerEngine(target), cache, 1, PhaseTimer(), rule, [0]))
 
 
 def training_logits(target: TargetModel, head: Eagle3Drafter, ids: list[int], depth: int) -> Tensor:

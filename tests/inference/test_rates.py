@@ -16,7 +16,7 @@ from drafters import TargetModel
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import HeadProposer, RowState, TreeOptions
 from inference.proposers.growth import new_tree
-from inference.rates import Rates, drawn_chances, measure_rates, rank_of, verify_seconds
+from inference.rates import Rates, drawn_chances, measure_rates, rank_of
 from inference.sampling import SamplingParams
 from inference.sequoia import expected_tokens, optimal_tree
 from inference.static_tree import optimal_static_tree, static_tree
@@ -236,9 +236,3 @@ def test_draft_seconds_by_level_or_in_one_pass() -> None:
     rates.seconds += [0.3, 0.4, 9.0]
     assert rates.draft_seconds(True) == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert rates.draft_seconds(False) == pytest.approx([0.4] * 4)
-
-
-def test_verify_seconds_never_fall() -> None:
-    costs = verify_seconds(models()[0], [5, 6, 7], [1, 2, 8, 32], repeats=2)
-    assert list(costs) == [1, 2, 8, 32] and list(costs.values()) == sorted(costs.values())
-    assert costs[1] > 0

@@ -97,6 +97,23 @@ def test_nucleus_is_that_of_transformers(
     assert torch.equal(keep_top_p(logits, top_p), expected)
 
 
+@pytest.mark.parametrize("guess", [1, 3, 40, 1000])
+def test_of_equal_tokens_on_the_edge_of_a_nucleus_the_lowest_ids_stay(
+    guess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a stable sort, wherever the guess cuts among them; so many as transformers keeps."""
+    monkeypatch.setattr(sampling, "NUCLEUS_GUESS", guess)
+    logits = torch.randint(0, 5, (40, 200)).double() * 1.5
+    for top_p in (0.1, 0.5, 0.8, 0.97):
+        kept = keep_top_p(logits, top_p) > -torch.inf
+        order = logits.sort(dim=-1, descending=True, stable=True).indices
+        probs = logits.softmax(-1).gather(-1, order)
+        expected = probs.cumsum(-1) - probs < top_p
+        assert torch.equal(kept, torch.zeros_like(kept).scatter(-1, order, expected))
+        theirs = TopPLogitsWarper(top_p)(torch.empty(40, 0, dtype=torch.long), logits)
+        assert torch.equal(kept.sum(-1), (theirs > -torch.inf).sum(-1))
+
+
 def test_temperature_comes_before_top_p() -> None:
     logits = torch.tensor([0.6, 0.3, 0.1]).log()
     law = probabilities(logits, SamplingParams(temperature=0.25, top_p=0.9))
@@ -360,3 +377,14 @@ def test_draw_top_draws_without_replacement() -> None:
 
 def test_draw_top_leaves_out_what_cannot_be() -> None:
     assert sorted(draw_top(LAW, gumbel(0, 0, 5), 9).tolist()) == [0, 2, 3, 4]
+
+
+def test_single_rows_have_the_same_lowest_argmax() -> None:
+    rows = torch.tensor([[1.0, 5.0, 5.0], [5.0, 1.0, 5.0], [0.0, 0.0, 7.0]])
+    assert [int(lowest_argmax(row)) for row in rows] == lowest_argmax(rows).tolist() == [1, 0, 2]
+
+
+def test_a_law_of_one_token_needs_no_noise() -> None:
+    law = torch.zeros(9)
+    law[4] = 1.0
+    assert sample(law, 3, 7) == draw(law, gumbel(3, 7, 9)) == 4

@@ -10,6 +10,7 @@ import torch
 from inference.schedule import (
     Arm,
     Choice,
+    Table,
     best_choice,
     chain_tokens,
     cut_chain,
@@ -266,3 +267,43 @@ def test_chosen_drafts_may_be_dropped_for_any_reason() -> None:
         cut = cut_tree(chain, 1 + seed % 3, 2)
         for rule in ("match", "rejection", "block"):
             assert total_variation([(1.0, cut)], TARGET, rule, 3) < EXACT
+
+
+def every_product(table: Table, size: int) -> list[list[float]]:
+    """The readable twin of `tree_tokens`: all nodes of the full tree, the best of them."""
+    level, pool, found = [1.0], [1.0], []
+    for rates in table:
+        level = [value * rate for value in level for rate in rates if rate > 0.0]
+        pool = pool + level
+        best = sorted(pool, reverse=True)[:size]
+        found.append([sum(best[: count + 1]) for count in range(size)])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_nodes_are_those_of_the_full_tree(seed: int) -> None:
+    """Ties, zeros and ranks out of order included."""
+    source = random.Random(seed)
+    table = [
+        [source.choice([0.0, 0.1, 0.25, 0.25, round(source.random(), 2)]) for _ in range(4)]
+        for _ in range(4)
+    ]
+    size = source.choice([1, 2, 3, 7, 16, 40])
+    for own, twin in zip(tree_tokens(table, size), every_product(table, size), strict=True):
+        assert own == pytest.approx(twin, rel=1e-12)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_everything_on_the_menu_is_priced_alike(copies: bool) -> None:
+    costs = cost_table({1: 0.05, 2: 0.06, 4: 0.07, 8: 0.1}, step=0.004, rest=0.002, slope=0.1)
+    arm = Arm("head", 3, 2, 8, copies=copies)
+    table = [[0.6, 0.2], [0.5, 0.1], [0.4, 0.1]]
+    found = menu(arm, table, costs, 500)
+    for choice in found:
+        drafting = 0.0 if copies else costs.draft("head", choice.depth, choice.top_k)
+        assert choice.seconds == drafting + costs.verify(choice.size, 500) + costs.rest()
+        rates = [row[: choice.top_k] for row in table[: choice.depth]]
+        assert choice.tokens == pytest.approx(every_product(rates, choice.size)[-1][-1])
+    chains = [(depth, 1, depth + 1) for depth in (1, 2, 3)]
+    trees = [(deep, 2, nodes) for deep in (1, 2, 3) for nodes in (2, 4, 8) if nodes > deep + 1]
+    assert [choice.same[1:] for choice in found] == chains + trees

@@ -34,12 +34,6 @@ def test_conditional_counts_only_rounds_that_got_there() -> None:
     assert sum(stats.survival) == stats.accepted_per_round
 
 
-def test_interval_is_the_normal_one() -> None:
-    # emitted 4, 1, 2, 1: mean 2, sample variance (4 + 1 + 0 + 1) / 3 = 2
-    half_width = 1.96 * math.sqrt(2 / 4)
-    assert example().acceptance_length_interval == pytest.approx((2 - half_width, 2 + half_width))
-
-
 def test_merge_equals_counting_together() -> None:
     merged = example().merge(example())
     together = example()
@@ -61,7 +55,6 @@ def test_rounds_without_drafts() -> None:
     stats.add_round(tree_depth=0, num_draft_tokens=0, accepted=0, emitted=1)
     stats.add_round(tree_depth=0, num_draft_tokens=0, accepted=0, emitted=1)
     assert stats.acceptance_length == 1.0
-    assert stats.acceptance_length_interval == (1.0, 1.0)
     assert stats.survival == stats.conditional == []
     assert math.isnan(stats.acceptance_rate)
 

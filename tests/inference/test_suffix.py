@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from drafters import TargetModel
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers.base import RowState, Session
 from inference.proposers.suffix import History, SuffixProposer
@@ -43,7 +44,7 @@ def one(target: TargetModel) -> Session:
 
 def session(target: TargetModel, rows: int = 1, rule: str = "match") -> Session:
     cache = TreeCache(target.model.config, rows, 64)
-    return Session(target, cache, rows, PhaseTimer(), rule, list(range(rows)))
+    return Session(EagerEngine(target), cache, rows, PhaseTimer(), rule, list(range(rows)))
 
 
 def state(

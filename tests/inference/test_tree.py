@@ -53,6 +53,7 @@ def test_mask_takes_several_roots() -> None:
 def test_depths_paths_and_children() -> None:
     tree = make_tree()
     assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert tree.depth == 3 and TokenTree.chain(torch.tensor([4])).depth == 0
     assert tree.path(6) == [0, 1, 4, 6]
     assert tree.path(0) == [0]
     assert tree.children(1) == [3, 4]

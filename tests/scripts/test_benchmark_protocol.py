@@ -45,7 +45,7 @@ class Echo:
         time.sleep(0.01)
         return Answer([prompt[:new_tokens] for prompt in prompts], 0.01, 0.0, len(prompts))
 
-serve(Echo)
+serve(Echo, lambda: 3)
 """
 ANSWER = {"tokens": [[1, 2]], "seconds": 0.5, "prefill": 0.1, "first": 1}
 
@@ -85,7 +85,9 @@ def gone(pid: int) -> bool:
 
 def test_an_honest_worker(make) -> None:
     worker = make(HONEST)
+    assert worker.threads is None
     assert worker.start(20) > 0
+    assert worker.threads == 3
     assert worker.warm_up([[3, 4]], 2, 5, 20) >= 0, "what it prints is no answer"
     answer = worker.decode([[3, 4, 5]], 2, 20)
     assert (answer.tokens, answer.seconds, answer.first) == ([[3, 4]], 0.01, 1)

@@ -248,3 +248,48 @@ def test_padding_and_cutting() -> None:
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
     assert cut([5, 6, 7, 6], [6]) == [5, 6]
     assert cut([5, 6], [9]) == [5, 6]
+
+
+def auto_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("inference.auto.WIDTHS", (1, 2, 4))
+    monkeypatch.setattr("scripts.auto_decided.CONTEXTS", (16,))
+    monkeypatch.setattr("inference.cost_calibration.MOST_REPEATS", 1)
+    return handler(folder, f"ours:{folder / 'head'}:auto:depth=2:branch=2")
+
+
+def test_auto_tells_what_it_expected_and_who_drafted(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = auto_worker(folder, monkeypatch)
+    worker.warm_up([[6, 5, 7]], 9, NEW)
+    answer = worker.decode(PROMPTS, NEW)
+    assert answer.tokens == expected
+    assert answer.rounds and answer.drafted is not None and answer.expected is not None
+    assert len(answer.drafted) == len(answer.rounds)
+    for (rows, *_), drafted in zip(answer.rounds, answer.drafted, strict=True):
+        assert 0 <= drafted <= rows
+    tokens, seconds, plain = answer.expected
+    assert tokens >= sum(rows for rows, *_ in answer.rounds)  # one at least of each
+    assert seconds > 0 and plain > 0
+
+
+def test_auto_learns_nothing_from_the_warm_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = auto_worker(folder, monkeypatch)
+    worker.warm_up([[6, 5, 7]], 9, NEW)
+    assert not worker._proposer.estimates and not worker._proposer.made
+    worker.decode(PROMPTS[:1], NEW)
+    assert worker._proposer.made
+
+
+def test_threads_are_chosen_where_the_engine_measures_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "scripts.benchmark_workers.open_engine", lambda args, _: seen.append(args.engine)
+    )
+    for text in ("ours:engine=packed", "ours:engine=eager", "ours"):
+        handler(folder, text)
+    assert seen == ["packed"]

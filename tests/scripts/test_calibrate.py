@@ -11,6 +11,7 @@ import torch
 from drafters import Drafter, TargetModel, build_drafter
 from drafters.export import read_head
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.evaluation import Prompt
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import RowState, Session, TreeOptions, build_proposer
@@ -272,7 +273,7 @@ def forced_logits(head: Drafter, row: TokenizedRow) -> torch.Tensor:
 def drafted(target: TargetModel, proposer: Any, text: list[int]) -> torch.Tensor:
     """(Vd,) logits behind a text, from an empty cache."""
     cache = TreeCache(target.model.config, 1, 64)
-    proposer.start(Session(target, cache, 1, PhaseTimer(), "match", [0]))
+    proposer.start(Session(EagerEngine(target), cache, 1, PhaseTimer(), "match", [0]))
     out = target.forward(torch.tensor([text[:-1]]), feature_layers=proposer.feature_layers)
     features = None if out.features is None else out.features[0]
     state = RowState(text, 0, features, out.last_hidden[0], 64, SamplingParams())

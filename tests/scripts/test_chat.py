@@ -1,21 +1,22 @@
 """`scripts.chat`: whole characters from split tokens, the trace, and what the keys do."""
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import scripts.chat as chat_module
 from drafters import TargetModel
-from inference.generate import Round, plain_generate
+from inference.counts import RoundCounts
+from inference.generate import plain_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
-from inference.tree import Proposal, TokenTree
 from scripts.chat import COLOURS, RESET, Chat, Printer, TokenText, converse, main, use_colour
 from tests.scripts.heads import save_models, tiny_head
 from tests.tiny import tiny_target
@@ -79,15 +80,18 @@ def test_spaces_between_tokens_are_kept() -> None:
 
 def one_round(
     accepted: list[int], next_token: int | None, all_accepted: bool, drafted: int = 3
-) -> Round:
-    tree = TokenTree.chain(torch.arange(10, 11 + drafted), Proposal.ONE_HOT)
-    return Round(0, tree, accepted, next_token, all_accepted)
+) -> RoundCounts:
+    emitted = accepted + ([] if next_token is None else [next_token])
+    return RoundCounts(0, 9, drafted, drafted, len(accepted), emitted, all_accepted)
 
 
-def trace(colour: bool, *rounds: Round) -> list[str]:
+def trace(colour: bool, *rounds: RoundCounts, lines: bool = True) -> list[str]:
+    """What is printed, by a clock that shows 0 at the prefill's token and a second per round."""
     written: list[str] = []
-    printer = Printer(TokenText(tiny_target().tokenizer), True, colour, written.append)
-    printer.tokens(0, [rounds[0].tree.token(0)])  # the prefill's
+    ticks = itertools.count()
+    text = TokenText(tiny_target().tokenizer)
+    printer = Printer(text, lines, colour, written.append, clock=lambda: float(next(ticks)))
+    printer.tokens(0, [10])  # the prefill's
     for done in rounds:
         printer.tokens(0, done.emitted)
         printer.round(done)
@@ -107,13 +111,26 @@ def test_trace_has_one_line_per_forward_with_marks() -> None:
     """Tokens are letters: 10 is f, the root that the prefill gave."""
     text = tiny_target().tokenizer.decode(list(range(24)))
     letters = dict(enumerate(text.removeprefix("<unk><|im_start|><|im_end|>"), start=3))
-    assert [line.split(maxsplit=2) for line in trace(False, *ROUNDS)] == [
+    assert [line.split(maxsplit=4) for line in trace(False, *ROUNDS)] == [
         ["prefill", f".{letters[10]}"],
-        ["1", "1/3", f"+{letters[11]} !{letters[20]}"],
-        ["2", "3/3", f"+{letters[11]} +{letters[12]} +{letters[13]} *{letters[21]}"],
-        ["3", "0/3", f"!{letters[22]}"],
-        ["4", "0/0", "!\\n"],  # nothing drafted, no bonus; token 3 is a line break, made visible
+        ["1", "1/3", "2.00", "2.0", f"+{letters[11]} !{letters[20]}"],
+        ["2", "3/3", "3.00", "3.0", f"+{letters[11]} +{letters[12]} +{letters[13]} *{letters[21]}"],
+        ["3", "0/3", "2.33", "2.3", f"!{letters[22]}"],
+        [
+            "4",
+            "0/0",
+            "2.00",
+            "2.0",
+            "!\\n",
+        ],  # nothing drafted, no bonus; token 3 is a line break, made visible
     ]
+
+
+def test_running_text_shows_the_speed_in_the_title_of_a_terminal_alone() -> None:
+    written = "".join(trace(True, *ROUNDS[:2], lines=False))
+    titles = re.findall(r"\x1b\]2;(.*?)\x07", written)
+    assert titles == ["length 2.00, 2.0 tokens/s", "length 3.00, 3.0 tokens/s", ""]
+    assert "\x1b" not in "".join(trace(False, *ROUNDS[:2], lines=False))
 
 
 def test_trace_colours() -> None:
@@ -214,17 +231,17 @@ def interrupt_after(rounds: int) -> Callable[..., Any]:
     """A decoder at which Ctrl-C arrives after some rounds."""
     decode = chat_module.speculative_generate
 
-    def interrupted(*args: Any, on_round: Callable[[Round], None], **kwargs: Any) -> Any:
+    def interrupted(*args: Any, on_counts: Callable[[RoundCounts], None], **kwargs: Any) -> Any:
         seen = 0
 
-        def count(done: Round) -> None:
+        def count(done: RoundCounts) -> None:
             nonlocal seen
-            on_round(done)
+            on_counts(done)
             seen += 1
             if seen == rounds:
                 raise KeyboardInterrupt
 
-        return decode(*args, on_round=count, **kwargs)
+        return decode(*args, on_counts=count, **kwargs)
 
     return interrupted
 
@@ -285,6 +302,7 @@ def test_one_shot_from_the_command_line(
     command = [*save_models(tmp_path), "--max-new-tokens", "12", "--size", "8", "--prompt", "hello"]
     assert main([*command, "--trace"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    lines = lines[[line.startswith("forward") for line in lines].index(True) :]  # libraries talk
     assert lines[0].startswith("forward") and lines[1].startswith("prefill")
     forwards = [line for line in lines if line.split()[0].isdigit()]
     assert f"over {len(forwards)} forwards" in lines[-1] and "\x1b" not in "".join(lines)

@@ -189,6 +189,76 @@ def test_every_form_of_prompt_is_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "prompts: 1 have several turns; only the first is used\n"
 
 
+def test_all_turns_are_kept_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The columns of SPEED-Bench; messages stay what they are."""
+    speed_bench = {
+        "question_id": "q1",
+        "category": "coding",
+        "sub_category": "",
+        "turns": ["hi", "and then?", "why?"],
+        "source": "s",
+        "src_id": "1",
+        "difficulty": "",
+        "multiturn": True,
+    }
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "old answer"},
+        {"role": "user", "content": "more"},
+    ]
+    path = write_lines(
+        tmp_path / "prompts.jsonl", speed_bench, {"turns": ["one"]}, {"messages": talk}
+    )
+    first, second, third = load_prompts(path, turns="all")
+    assert (first["id"], first["later"]) == ("q1", ["and then?", "why?"])
+    assert first["messages"] == talk[:1]
+    assert "later" not in second and (third["messages"], "later" in third) == (talk, False)
+    assert capsys.readouterr().err == ""
+    path = write_lines(tmp_path / "empty.jsonl", {"turns": ["hi", ""]})
+    with pytest.raises(ValueError, match=r"row 1: turns must be texts.*prepare_data"):
+        load_prompts(path, turns="all")
+
+
+def test_a_conversation_goes_on_with_the_answer() -> None:
+    target = tiny_target()
+    row = {
+        "id": "1",
+        "category": "a",
+        "messages": [{"role": "user", "content": "hi"}],
+        "later": ["why?"],
+    }
+    (prompt,) = encode_prompts(target, [row])
+    assert prompt.turn == 0 and prompt.follow is not None
+    end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    answer = [*target.tokenizer("so")["input_ids"], end]
+    later = prompt.follow(answer)
+    assert (later.id, later.turn, later.follow) == ("1", 1, None)
+    assert target.tokenizer.decode(later.ids) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_lines_of_a_text_file_are_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("hi\n\nwhy?\n")
+    rows = load_prompts(str(path))
+    assert [(row["id"], row["line"]) for row in rows] == [("1", "hi"), ("2", "why?")]
+    target = tiny_target()
+    chat = encode_prompts(target, rows)[0].ids
+    assert target.tokenizer.decode(chat).startswith("<|im_start|>user\nhi<|im_end|>")
+    target.tokenizer.chat_template = None
+    assert target.tokenizer.decode(encode_prompts(target, rows)[0].ids) == "hi"
+
+
+def test_no_two_prompts_have_one_id(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "id": 2}, {"prompt": "b"}, {"prompt": "c", "id": 2}]
+    path = write_lines(tmp_path / "prompts.jsonl", *rows)
+    assert [row["id"] for row in load_prompts(path)] == ["2", "2#2", "2#3"]
+
+
 def test_other_files_are_read_as_data_sets(tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([{"prompt": "a", "category": "x"}, {"prompt": "b"}]))

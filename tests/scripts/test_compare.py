@@ -1,189 +1,127 @@
-"""The comparison on a tiny target: equal budgets, resumed where it was, clear about mistakes."""
+"""scripts.compare on folders written by hand."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
-from drafters import TargetModel, build_drafter
-from inference.proposers import TreeOptions, build_proposer
+from inference.run_records import RequestRecord, RoundRecord, Run, write_run
 from scripts import compare
-from scripts.common import run
-from tests.tiny import save_tiny_target, tiny_target
-from training.config import parse_config
-
-WORDS = ["one plus one", "tell me a joke", "who are you", "name three colors", "why", "say hi"]
-METHODS: dict[str, dict[str, Any]] = {
-    "eagle": {"type": "eagle3", "draft_vocab_size": 60},
-    "block": {"type": "dflash", "block_size": 4, "draft_vocab_size": 60},
-}
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A target, answers, prompts and two recipes."""
-    save_tiny_target(tmp_path / "target", torch.float32)
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "I think so, yes."}]
-    write_jsonl(tmp_path / "answers.jsonl", [{"messages": talk}] * 30)
-    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in WORDS[:2]])
-    for name, drafter in METHODS.items():
-        config = {
-            "target": {"name": "another"},
-            "drafter": drafter,
-            "data": {"train": ["other.jsonl"], "max_length": 96},
-            "loss": {"anchors": 4} if drafter["type"] == "dflash" else {"steps": 2},
-            "run": {"out": "outputs/other", "steps": 300, "save_every": 0},
+def write(
+    folder: Path,
+    accepted: list[list[int]],
+    *,
+    temperatures: tuple[float, ...] = (0.0,),
+    fingerprint: str = "abc",
+    **settings: Any,
+) -> Path:
+    """A run whose cells all decoded the same: one question per list of accepted counts."""
+    cells = [
+        {
+            "temperature": temperature,
+            "rule": "match",
+            "size": 8,
+            "name": f"T={temperature:g} match 8",
+            "prediction": None,
+            "reliability": None,
+            "by_category": {},
         }
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
-
-
-def arguments(
-    folder: Path, *rest: object, names: tuple[str, ...] = ("eagle", "block")
-) -> list[str]:
-    paths = {
-        "target": "target",
-        "answers": "answers.jsonl",
-        "prompts": "prompts.jsonl",
-        "out": "out",
+        for temperature in temperatures
+    ]
+    result = {
+        "format": 1,
+        "settings": settings,
+        "target": {"name": "t", "fingerprint": fingerprint, "dtype": "float32"},
+        "head": None,
+        "cells": cells,
+        "costs": None,
+        "training": None,
     }
-    given = [text for key, value in paths.items() for text in (f"--{key}", str(folder / value))]
-    recipes = [str(folder / f"{name}.yaml") for name in names]
-    options = ["--max-new-tokens", 8, "--size", 6, "--depth", 3, "--threads", 1, "--device", "cpu"]
-    return [str(word) for word in [*given, *options, "--recipe", *recipes, *rest]]
+    requests, rounds = [], []
+    for cell in range(len(cells)):
+        for number, counts in enumerate(accepted):
+            name, length = f"q{number}", 5
+            tokens = [0] * (1 + sum(count + 1 for count in counts))
+            pieces = ["x"] * len(tokens)
+            times = {"prefill": 0.1, "target": 1.0, "draft": 0.2, "total": float(len(counts))}
+            plain = {"prefill": 0.1, "total": float(len(tokens))}
+            category = "code" if number % 2 else "talk"
+            requests.append(RequestRecord(cell, name, category, 0, 5, tokens, pieces, times, plain))
+            for place, count in enumerate(counts):
+                new = [0] * (count + 1)
+                rounds.append(RoundRecord(cell, name, 0, place, length, 7, 4, 8, count, new, False))
+                length += len(new)
+    write_run(folder, Run(result, requests, rounds))
+    return folder
 
 
-@pytest.mark.slow
-def test_equal_budgets_measured_and_resumed(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def last_line(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", [[3, 1], [2, 2], [0, 1]], max_new_tokens=9)
+    two = write(tmp_path / "two", [[1, 1], [2, 2], [1, 1]], max_new_tokens=12)
+    compare.main([str(one), str(two), "--out", str(tmp_path / "found.json")])
+    out, record = last_line(capsys)
+    group = record["groups"][0]
+    assert group["baseline"] == "one" and group["questions"] == 3
+    second = group["contenders"][1]
+    assert second["length"]["value"] == pytest.approx(14 / 6)  # (2+2 + 3+3 + 2+2) over 6 rounds
+    assert second["difference"]["value"] == pytest.approx(14 / 6 - 15 / 6)
+    assert (second["wins"], second["ties"], second["losses"]) == (1, 1, 1)
+    assert [each["category"] for each in group["by_category"]] == ["talk", "code"]
+    assert "max_new_tokens differs: one 9, two 12" in out
+    assert json.loads((tmp_path / "found.json").read_text()) == record
+
+
+def test_cells_of_one_run_are_contenders_by_temperature(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two methods; the second part finds what the first one did."""
-    budget = 2.5e-6
-    command = arguments(folder, "--petaflops", budget)
-    compare.main([*command, "--part", "train"])
-    shown = capsys.readouterr().out
-    plans = {}
-    for name in METHODS:
-        plans[name] = json.loads((folder / "out" / f"{name}.plan.json").read_text())
-        metrics = (folder / "out" / name / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(metrics[-1])["step"] == plans[name]["steps"]
-        spent = plans[name]["steps"] * plans[name]["teraflops_per_step"] * 1e12
-        assert 0.5 * budget * 1e15 < spent <= budget * 1e15
-        assert f"--run.steps {plans[name]['steps']}" in shown
-    assert plans["eagle"]["steps"] != plans["block"]["steps"]
-
-    monkeypatch.setattr(compare.subprocess, "run", lambda *args, **kwargs: pytest.fail("trained"))
-    compare.main(command)
-    lines = capsys.readouterr().out.splitlines()
-    record = json.loads(lines[-1])
-    assert (record["budget"], record["prompts"]) == ({"petaflops": budget}, 2)
-    assert [method["method"] for method in record["methods"]] == ["eagle", "block"]
-    for method in record["methods"]:
-        assert method["tree_greedy"]["greedy_identical"]
-        assert set(compare.SETTINGS) <= set(method)
-        assert all(method[name]["acceptance_length"] >= 1 for name in compare.SETTINGS)
-        assert f"| {method['method']} | {method['parameters'] / 1e6:.1f}M |" in "\n".join(lines)
-
-    monkeypatch.setattr(compare, "measure", lambda *args, **kwargs: pytest.fail("measured"))
-    compare.main([*command, "--part", "evaluate"])
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert again["methods"] == record["methods"]
-    with pytest.raises(pytest.fail.Exception, match="measured"):  # other settings: not the same
-        compare.main([*command, "--part", "evaluate", "--max-new-tokens", "9"])
-    with pytest.raises(ValueError, match="was made for a budget of"):
-        compare.main([*arguments(folder, "--petaflops", 1.0), "--part", "train"])
+    one = write(tmp_path / "one", [[3, 1]], temperatures=(0.0, 1.0))
+    two = write(tmp_path / "two", [[1, 1]], temperatures=(0.0, 1.0))
+    compare.main([str(one), str(two), "--baseline", "two T=1 match 8"])
+    _, record = last_line(capsys)
+    assert [group["temperature"] for group in record["groups"]] == [1.0]
+    names = [each["name"] for each in record["groups"][0]["contenders"]]
+    assert names == ["two T=1 match 8", "one T=1 match 8"]
 
 
-def test_seconds_time_real_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two clock readings a step: a second for each."""
-    ticks = iter(range(1000))
-    monkeypatch.setattr(compare.time, "perf_counter", lambda: float(next(ticks)))
-    target = TargetModel.load(str(folder / "target"))
-    args = compare.parse_args(arguments(folder, "--seconds", 7.5))
-    out = folder / "out" / "eagle"
-    argv = compare.command(folder / "eagle.yaml", out, args)[3:]
-    plan = compare.make_plan(argv, target, args)
-    assert plan == {"seconds_per_step": 1.0, "steps": 7, "budget": {"seconds": 7.5}}
-    target.model.to(torch.float64)
-    with pytest.raises(ValueError, match="--dtype float32"):
-        compare.step_seconds(parse_config(argv), target)
-
-
-def test_settings_reach_the_training(folder: Path) -> None:
-    args = compare.parse_args(
-        arguments(folder, "--seconds", 1, "--set", "run.batch_size=4", "data.max_length=48")
-    )
-    command = compare.command(folder / "block.yaml", folder / "out", args)
-    config = parse_config(command[3:])
-    assert (config.run.batch_size, config.data.max_length) == (4, 48)
-    assert (config.target.name, config.run.out) == (str(folder / "target"), str(folder / "out"))
-    assert config.data.train == [str(folder / "answers.jsonl")]
+def test_a_text_without_rounds_is_no_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare.main([str(write(tmp_path / "a", [[], [1]])), str(write(tmp_path / "b", [[], [2]]))])
+    out, record = last_line(capsys)
+    assert record["groups"][0]["by_category"][0]["length"] is None
+    assert "nan" not in out
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("make", "message"),
     [
-        ((), "a training budget is needed: --petaflops or --seconds"),
-        (("--petaflops", 1, "--seconds", 1), "not allowed with"),
-        (("--petaflops", 0), "a budget above 0"),
-        (("--seconds", -1), "a budget above 0"),
-        (("--petaflops", 1, "--depth", 0), "--depth of at least 1"),
-        (("--petaflops", 1, "--set", "batch_size"), "expected section.key=value"),
-        (("--petaflops", 1, "--set", "run.steps=3"), "the comparison sets this itself"),
+        (lambda path: [write(path / "a", [[1]])], "two contenders of equal temperature"),
+        (
+            lambda path: [
+                write(path / "a", [[1]]),
+                write(path / "b", [[1]], fingerprint="other"),
+            ],
+            "different targets",
+        ),
+        (
+            lambda path: [write(path / "x" / "a", [[1]]), write(path / "y" / "a", [[1]])],
+            "two contenders are called 'a'",
+        ),
+        (
+            lambda path: [write(path / "a", [[1]]), write(path / "b", [[1]]), "--baseline", "c"],
+            "there is none; there are 'a', 'b'",
+        ),
+        (lambda path: [path, path], "no result.json"),
     ],
 )
-def test_wrong_command_lines(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(arguments(folder, *words))
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "most"),
-    [("eagle3", {}, 5), ("dflash", {"block_size": 9}, 8), ("medusa", {"num_heads": 3}, 3)],
-)
-def test_chains_are_as_long_as_the_head_drafts(
-    family: str, options: dict[str, Any], most: int
-) -> None:
-    """Also where the head has a tree of its own."""
-    head = build_drafter(family, tiny_target(), tree=[[0], [1]], **options)
-    for depth, longest in ((None, most), (2, 2)):
-        chain = build_proposer(head, compare.tree_options(head, 6, depth, chain=True))
-        assert chain.chains and chain.options.longest == longest
-        assert chain.options.size == longest + 1 or chain.options.shape is not None
-        assert compare.tree_options(head, 6, depth, chain=False) == TreeOptions(6, depth)
-
-
-def test_recipes_of_one_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(arguments(folder, "--petaflops", 1, names=("eagle", "eagle")))
-    assert "same file name" in capsys.readouterr().err
-
-
-def test_a_head_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run(lambda: compare.main(arguments(folder, "--part", "evaluate")))
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith(
-        "error: eagle is not trained yet: run this with --part train first\n"
-    )
-
-
-def test_a_failed_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failed:
-        returncode = 2
-
-    monkeypatch.setattr(compare.subprocess, "run", lambda *args, **kwargs: Failed())
-    monkeypatch.setattr(compare, "step_flops", lambda *args: 1e9)
-    with pytest.raises(ValueError, match=r"training of .*eagle.yaml ended with code 2"):
-        compare.main(arguments(folder, "--petaflops", 1e-6, "--part", "train"))
+def test_refusals(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare.main([str(each) for each in make(tmp_path)])

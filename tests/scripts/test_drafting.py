@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import inference.auto as auto_module
-import scripts.auto_size as auto_size_module
+import scripts.auto_decided as auto_decided_module
 from drafters import TargetModel, build_drafter
 from inference.costs import CostTable
 from inference.proposers import HeadProposer, MedusaProposer, Proposer, SequentialProposer
@@ -321,7 +321,7 @@ def test_auto_measures_and_keeps_what_rounds_cost(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_module, "WIDTHS", (1, 2, 4))
-    monkeypatch.setattr(auto_size_module, "CONTEXTS", (16,))
+    monkeypatch.setattr(auto_decided_module, "CONTEXTS", (16,))
     monkeypatch.setattr(auto_module, "BUDGET", 0.0)
     path = tmp_path / "costs.json"
     args = model_args(models, "--size", "auto", "--costs", str(path), "--depth", "2")

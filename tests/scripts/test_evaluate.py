@@ -1,6 +1,7 @@
 """`scripts.evaluate` from the command line to the JSON line, with its exit codes."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 
 import inference.decoding as decoding_module
+from inference.conventions import acceptance_length, accepted_per_round, rounds_of_cell
+from inference.run_records import read_run
 from inference.verify import Verdict, verify
 from scripts.evaluate import main
+from scripts.evaluate_run import training_history
 from tests.scripts.heads import save_models
 
 PROMPTS = [
@@ -117,28 +121,109 @@ def test_a_changed_output_fails(
     out = capsys.readouterr().out
     assert "NOT identical" in out and "FAILURE: prompt greeting" in out
     result = json.loads(out.splitlines()[-1])
-    assert result["greedy_identical"] is False and len(result["differences"]) == 3
+    assert result["greedy_identical"] is False and len(result["differences"]) == 4
 
 
-def test_the_written_file_holds_every_round(
+def test_the_written_run_holds_every_round(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "results" / "result.json"
-    assert main([*command, "--out", str(out)]) == 0
-    written, line = json.loads(out.read_text()), last_line(capsys)
-    assert {key: written[key] for key in line} == line
-    assert "torch" in written["versions"]
-    rounds = [n for request in written["requests"] for n in request["emitted_per_round"]]
-    assert len(rounds) == line["num_drafts"] and sum(rounds) == line["num_emitted"]
-    assert [request["id"] for request in written["requests"]] == ["greeting", "3", "7"]
+    out = tmp_path / "runs" / "one"
+    assert main([*command, "--out", str(out), "--trace", "2"]) == 0
+    run, line = read_run(out), last_line(capsys)
+    (cell,) = run.cells
+    assert {key: line[key] for key in cell} == cell
+    assert (
+        cell["name"] == "T=0 match size 8" and cell["options"]["depth"] == line["settings"]["depth"]
+    )
+    assert "torch" in run.result["versions"] and run.result["target"]["dtype"] == "float64"
+    assert run.result["head"]["parameters"] > 0
+    rounds = rounds_of_cell(run)
+    assert len(rounds) == line["num_drafts"]
+    assert acceptance_length(rounds) == pytest.approx(line["acceptance_length"])
+    assert accepted_per_round(rounds) == pytest.approx(line["accepted_per_round"])
+    assert [(each.id, each.turn) for each in run.requests] == [
+        ("greeting", 0),
+        ("3", 0),
+        ("7", 0),
+        ("7", 1),
+    ]
+    assert "".join(run.requests[0].pieces) != "" and run.requests[0].plain_seconds is not None
+    traced = {(each.id, each.turn) for each in rounds if each.trace is not None}
+    assert traced == {("greeting", 0), ("3", 0)}
 
 
-def test_a_file_that_cannot_be_written_does_not_cost_the_result(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["result.json", "taken"])
+def test_a_run_is_a_folder(command: list[str], tmp_path: Path, name: str) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match=r"--out .* name a folder"):
+        main([*command, "--out", str(tmp_path / name)])
+
+
+def test_a_full_disk_does_not_cost_the_result(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError):
-        main([*command, "--limit", "1", "--out", str(tmp_path)])
+        main([*command, "--limit", "1", "--out", str(tmp_path / "run")])
     assert last_line(capsys)["greedy_identical"] is True
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_turns(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The second turn is asked with the first answer in the history."""
+    assert main(command) == 0
+    every = last_line(capsys)
+    assert (every["num_prompts"], every["num_conversations"]) == (4, 3)
+    assert every["by_category"]["maths"]["num_prompts"] == 2
+    assert main([*command, "--turns", "first"]) == 0
+    first = last_line(capsys)
+    assert (first["num_prompts"], first["num_conversations"]) == (3, 3)
+    assert (
+        first["by_category"]["chat"]["num_emitted"] == every["by_category"]["chat"]["num_emitted"]
+    )
+
+
+def test_training_history_is_read_beside_the_head(tmp_path: Path) -> None:
+    assert training_history(tmp_path / "head") is None
+    lines = [
+        {"step": 10, "train/loss": 3.0, "train/tokens": 700, "train/lr": 0.1},
+        {"step": 10, "eval/acceptance_length": 1.2, "eval/accepted_per_round": 0.2},
+        {"step": 20, "train/loss": 2.0, "train/tokens": 1400},
+        {"note": "no step"},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert training_history(tmp_path / "head") == [
+        {
+            "step": 10,
+            "loss": 3.0,
+            "tokens": 700,
+            "acceptance_length": 1.2,
+            "accepted_per_round": 0.2,
+        },
+        {"step": 20, "loss": 2.0, "tokens": 1400},
+    ]
+
+
+def test_predictions_stand_beside_what_was_measured(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--predict", "--no-plain"])
+    capsys.readouterr()
+    assert main([*command, "--predict"]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    found = result["prediction"]
+    assert found["tau"]["value"] == pytest.approx(result["acceptance_length"])
+    assert found["comparison"]["within"] is True and found["comparison"]["rounds_agree"] == 1.0
+    assert "predicted" in out and "measured" in out
 
 
 def test_a_damaged_head_is_named(command: list[str], tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def test_costs_choose_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_costs_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(tmp_path, "medusa", "--measure-cost")) == 0
+    more = ["--measure-cost", "--engine", "packed", "--threads", "1"]
+    assert main(command(tmp_path, "medusa", *more)) == 0
     found = last_line(capsys)
     assert len(found["costs"]["draft_seconds"]) == 3
     assert len(set(found["costs"]["draft_seconds"])) == 1  # one pass

@@ -28,8 +28,8 @@ done
 [[ "$recipe" != broken ]] || { echo "error: a broken recipe" >&2; exit 2; }
 case "$module $part" in
   "scripts.generate_answers ") echo '{"answer_ids": [1]}' > "$out" ;;
-  "scripts.compare train") mkdir -p "$out/$recipe/head" ;;
-  "scripts.compare evaluate") printf '| method |\n{"methods": []}\n' ;;
+  "scripts.equal_budget train") mkdir -p "$out/$recipe/head" ;;
+  "scripts.equal_budget evaluate") printf '| method |\n{"methods": []}\n' ;;
   "scripts.shard_heads ") mkdir -p "$out" ;;
 esac
 """

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import inference.verify as verify_module
-from inference.engine import EagerEngine
+from drafters import TargetModel
+from inference.engine import EagerEngine, Engine
+from inference.engines import build_engine
 from inference.support import check_tree_support
 from scripts import verify_lossless as script
 from scripts.verify_lossless import main, shallow
@@ -47,6 +49,43 @@ def names(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 TOKEN_CHECKS = [(check, rule) for rule in ("match", "coupled") for check in ("greedy", "same seed")]
+
+
+@pytest.mark.parametrize("engine", ["packed", "device"])
+def test_the_verdict_is_about_an_engine(
+    bare: list[str],
+    engine: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which really decodes; what it does not have is said not to be tested."""
+    used = []
+
+    def recorded(args: Any, target: TargetModel) -> Engine | None:
+        used.append(build_engine(target, args.engine))
+        return used[-1]
+
+    monkeypatch.setattr(script, "open_engine", recorded)
+    report = tmp_path / "lossless.md"
+    options = ["--engine", engine, "--rule", "match", "--report", str(report), *CHAIN["eagle3"]]
+    assert main([*bare, *options]) == 0
+    assert used[0].warm_up_seconds > 0 or engine == "device"
+    assert last_line(capsys)["engine"] == engine
+    assert f"Decoded by engine `{engine}`" in report.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["packed", "device"])
+def test_all_rules_that_an_engine_has(
+    bare: list[str], engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*bare, "--engine", engine, *CHAIN["eagle3"]]) == 0
+    result = last_line(capsys)
+    rules = {check["rule"] for check in result["checks"]}
+    assert rules == {"match", "coupled", "rejection"} | ({"block"} if engine == "packed" else set())
+    missing = "rule `block`, which engine device does not have" in result["not_tested"]
+    assert missing == (engine == "device")
 
 
 @pytest.mark.slow

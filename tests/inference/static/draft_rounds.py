@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters import Drafter
 from inference.cache import TreeCache
+from inference.engine import EagerEngine
 from inference.proposers import HeadProposer, RowState, Session, TreeOptions, build_proposer
 from inference.proposers import block as block_module
 from inference.proposers import medusa as medusa_module
@@ -87,7 +88,9 @@ def host_proposer(
     """Started for so many sequences."""
     proposer = build_proposer(head, options)
     cache = TreeCache(head.target.model.config)
-    proposer.start(Session(head.target, cache, batch, PhaseTimer(), rule, list(range(batch))))
+    proposer.start(
+        Session(EagerEngine(head.target), cache, batch, PhaseTimer(), rule, list(range(batch)))
+    )
     return proposer
 
 

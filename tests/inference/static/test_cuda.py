@@ -8,9 +8,11 @@ from inference.generate import plain_generate, speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.static.decoding import DeviceEngine
 from inference.static.engine import StaticEngine
+from inference.static.sizes import SizedProposer
 from inference.stopping import Stop
 from tests.inference.static.test_engine import PROMPTS
 from tests.inference.static.test_graphs import appended, outputs
+from tests.inference.static.test_sizes import Scheduled
 from tests.tiny import tiny_target
 from tests.zoo import zoo_target
 
@@ -50,7 +52,24 @@ def test_captured_rounds_decode_what_plain_decoding_does(family: str) -> None:
         )
         assert found.sequences == plain.sequences
     [rounds] = engine._rounds.values()
-    assert rounds._replay is not None
+    assert 0 in rounds._replays
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "mtp"])
+def test_captured_sizes_in_any_order_too(family: str) -> None:
+    target = on_cuda(tiny_target(torch.float32))
+    head = build_proposer(build_drafter(family, target).to(target.dtype).eval())
+    plain = plain_generate(target, PROMPTS, max_new_tokens=90, stop=NO_END)
+    engine, kinds = DeviceEngine(target), [0, None, 1, *[None] * 17, 2, 0]
+    forms = [(1, 1, 2), (3, 1, 4), (3, 3, 12)]
+    for _ in range(3):
+        proposer = SizedProposer(head, forms, Scheduled(kinds))
+        found = speculative_generate(
+            target, proposer, PROMPTS, max_new_tokens=90, stop=NO_END, engine=engine
+        )
+        assert found.sequences == plain.sequences
+    [rounds] = engine._rounds.values()
+    assert set(rounds._replays) == {None, 0, 1, 2, "absorb"}
 
 
 def test_a_model_that_reads_its_results_is_refused() -> None:

@@ -11,7 +11,6 @@ from drafters import TargetModel
 from inference.engine import EagerEngine
 from inference.engines import ENGINES, build_engine
 from inference.generate import plain_generate, speculative_generate
-from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
 from inference.static.engine import StaticEngine
@@ -121,16 +120,24 @@ def test_one_compiled_graph_serves_all_widths_and_lengths(monkeypatch: pytest.Mo
     assert counter.frame_count == 2  # one row, and several
 
 
-def test_layer_skipping_needs_a_cache_of_layers() -> None:
-    target = tiny_target(torch.float64)
-    with pytest.raises(ValueError, match="engine='eager'"):
-        speculative_generate(
-            target,
-            LayerSkipProposer(3, width=1, depth=2),
-            PROMPTS[:1],
-            max_new_tokens=4,
-            engine=StaticEngine(target),
-        )
+def test_what_runs_beside_is_an_engine_of_the_same_kind_made_once() -> None:
+    target, draft = tiny_target(torch.float32), tiny_target(torch.float32, layers=2)
+    engine = StaticEngine(target)
+    assert engine.beside(target) is engine
+    beside = engine.beside(draft)
+    assert beside.name == "packed" and beside is engine.beside(draft)
+    assert "forward" in vars(draft.lm_head)
+    engine.close()
+    assert "forward" not in vars(draft.lm_head)
+    assert EagerEngine(target).beside(draft).name == "eager"
+
+
+def test_a_draft_model_that_static_engines_do_not_suit_runs_eagerly() -> None:
+    target, draft = tiny_target(torch.float32), zoo_target("stablelm")
+    engine = StaticEngine(target)
+    with pytest.warns(UserWarning, match="draft model runs on engine 'eager': target"):
+        assert engine.beside(draft).name == "eager"
+    assert "forward" not in vars(draft.lm_head), "what was packed to try it is given back"
 
 
 def test_an_engine_of_another_target_is_refused() -> None:
@@ -190,6 +197,38 @@ def test_an_engine_that_is_dropped_gives_the_target_back() -> None:
         del engine
         gc.collect()
         assert "forward" not in vars(target.lm_head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_mixtures_of_experts_compile(
+    name: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers runs them unless told otherwise, and as products of gathered weights."""
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_(f, backend="eager", **options)
+    )
+    target = zoo_target(name, torch.float32)
+    assert target.model.config._experts_implementation == "grouped_mm"
+    target.model.set_experts_implementation(experts)
+    expected = plain_generate(target, PROMPTS, max_new_tokens=8).sequences
+    engine = StaticEngine(target, compiled=True)
+    found = plain_generate(target, PROMPTS, max_new_tokens=8, engine=engine)
+    assert found.sequences == expected
+
+
+@pytest.mark.slow
+def test_experts_that_loop_on_the_host_do_not_compile() -> None:
+    torch._dynamo.reset()
+    target = zoo_target("mixtral", torch.float32)
+    target.model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="set_experts_implementation"):
+        plain_generate(
+            target, PROMPTS, max_new_tokens=8, engine=StaticEngine(target, compiled=True)
+        )
 
 
 @pytest.mark.slow

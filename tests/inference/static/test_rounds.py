@@ -9,13 +9,14 @@ import torch
 from drafters import TargetModel
 from inference.decoding import Keep
 from inference.engines import build_engine
-from inference.generate import Generation, _texts, plain_generate, speculative_generate
+from inference.generate import Generation, plain_generate, speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine, _prefill
 from inference.static.rounds import EAGER_ROUNDS, Rounds
 from inference.stopping import Stop
+from inference.texts import new_texts
 from tests.inference.static.test_draft_rounds import FEW, HEADS, head_of
 from tests.inference.static.valueless import META, Mover
 
@@ -170,7 +171,7 @@ def started(
     with torch.inference_mode(False):
         head = copy.deepcopy(head_of(name))
     engine = DeviceEngine(head.target)
-    texts = _texts(head.target, PROMPTS, NEW, sampling, NO_END, Keep(), rule)
+    texts = new_texts(head.target, PROMPTS, NEW, sampling, NO_END, Keep(), rule)
     rounds = engine.rounds(build_proposer(head, TREE), texts, rule)
     _prefill(engine, rounds, texts)
     return rounds
@@ -181,9 +182,9 @@ def started(
 def test_a_whole_round_reads_nothing_on_the_host(name: str) -> None:
     """And does not mix devices, in the way it goes on CUDA."""
     rounds = started(name)
-    expected = rounds._round()  # what is gathered once is
+    expected = rounds._round(0)  # what is gathered once is
     with torch.inference_mode(False), torch.no_grad():
-        found = Mover()(rounds)._round()
+        found = Mover()(rounds)._round(0)
     assert found.device == META and found.shape == expected.shape
     with pytest.raises(RuntimeError):
         found.tolist()
@@ -194,9 +195,9 @@ def test_a_whole_round_reads_nothing_on_the_host(name: str) -> None:
 def test_nor_does_a_sampled_one(rule: str) -> None:
     sampling = [SamplingParams(0.5 + row, 9 + row, 0.9, seed=row) for row in range(3)]
     rounds = started("eagle3 sliding", sampling, rule)
-    expected = rounds._round()
+    expected = rounds._round(0)
     with torch.inference_mode(False), torch.no_grad():
-        assert Mover()(rounds)._round().shape == expected.shape
+        assert Mover()(rounds)._round(0).shape == expected.shape
 
 
 def test_a_round_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +208,8 @@ def test_a_round_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Replays write to one tensor, as graphs do."""
         [rounds] = engine._rounds.values()
-        captured.append(rounds._done)
-        out = torch.zeros(len(PROMPTS), TREE.longest + 5, dtype=torch.int64)
+        captured.append(rounds._done[0])
+        out = torch.zeros(len(PROMPTS), 3 * TREE.longest + 6, dtype=torch.int64)
         return lambda: out.copy_(function())
 
     monkeypatch.setattr(engine, "_capture", lambda: capture)

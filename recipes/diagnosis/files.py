@@ -1,0 +1,237 @@
+"""Reading a head's folder as far as it can be read, and saying what does not fit.
+
+Legend: D hidden, V target vocabulary, F captured layers.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafters import Drafter, TargetModel
+from drafters.block import choose_mask_token
+from drafters.config import default_feature_layers, spread_feature_layers
+from drafters.export.folder import CONFIG, ExportError, read_json, read_tensors
+from drafters.families import DFlashConfig, Eagle3Config
+from drafters.loading import FAMILIES, build_config
+from recipes.diagnosis.dialects import Translated, translate
+from recipes.diagnosis.findings import Finding, fault
+from recipes.diagnosis.variants import normed_residual
+
+_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+_RECORDED = ("target_name", "target_fingerprint", "reference")
+
+
+@dataclass
+class LoadedHead:
+    """A head as far as its file goes.
+
+    Attributes:
+        folder: of the file.
+        dialect: whose file it is.
+        head: in float32, with the target attached, whether or not it is the right one.
+        layers: the feature layers as the file names them, as far as the target has them.
+        stored: tensors of the file by Headway's names, as stored.
+        recorded: the target's fingerprint in the file, empty where there is none.
+        embedding: the target's embedding, where the file has a copy.
+        findings: what did not fit.
+    """
+
+    folder: Path
+    dialect: str
+    head: Drafter
+    layers: tuple[int, ...]
+    stored: dict[str, Tensor]
+    recorded: dict[str, str]
+    embedding: Tensor | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+
+class WrongShape(ValueError):
+    """The head is of another target altogether; nothing can be measured."""
+
+
+def load_head(folder: str | Path, target: TargetModel) -> LoadedHead:
+    """Read a head of any known dialect.
+
+    Args:
+        folder: with config.json and its tensors.
+        target: to attach.
+
+    Raises:
+        WrongShape: hidden size, layers or vocabulary are not the target's.
+        ValueError: no head can be made of it.
+    """
+    folder = Path(folder)
+    config = read_json(folder / CONFIG)
+    tensors = _tensors(folder)
+    found = translate(config, tensors, target)
+    _check_shape(config, found, target)
+    layers = _usable_layers(found, target)
+    head = _build(found, layers, target)
+    missing = _fill(head, found)
+    if found.normed_residual:
+        normed_residual(head)
+    recorded = config.get("target_fingerprint") or _manifest(folder).get("target_fingerprint") or {}
+    return LoadedHead(
+        folder,
+        found.dialect,
+        head,
+        layers,
+        {name: tensor for name, tensor in found.state.items() if name not in missing},
+        dict(recorded),
+        found.embedding,
+        found.findings,
+    )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "export.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    files = [path for path in sorted(folder.glob("*.safetensors")) if path.stem != "golden"]
+    found: dict[str, Tensor] = {}
+    for path in files:
+        found |= read_tensors(path)
+    pickles = [name for name in _PICKLES if (folder / name).exists()]
+    if not found and pickles:
+        raise ExportError(
+            f"{folder}: {pickles[0]} is a pickle, which may run code when it is opened: have its "
+            "tensors saved as model.safetensors where you trust it"
+        )
+    if not found:
+        raise ExportError(f"{folder}: no tensors: model.safetensors is missing")
+    return found
+
+
+def _check_shape(config: dict[str, Any], found: Translated, target: TargetModel) -> None:
+    """Sizes in the file that only another target can have."""
+    wanted = {
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "target_num_layers": target.num_layers,
+    }
+    inner = {**(config.get("transformer_layer_config") or {}), **config}
+    for name, theirs in wanted.items():
+        if inner.get(name) not in (None, theirs) and (
+            name != "vocab_size" or found.family != "medusa"
+        ):
+            raise WrongShape(
+                f"{name} is {inner[name]} in the head's config and {theirs} in {target.name!r}"
+            )
+
+
+def _usable_layers(found: Translated, target: TargetModel) -> tuple[int, ...]:
+    """The layers the file names, or the defaults where the target has no such layers."""
+    if not issubclass(FAMILIES[found.family].config_class, Eagle3Config | DFlashConfig):
+        return ()
+    fc = found.state.get("fc.weight")
+    count = max(fc.shape) // target.hidden_size if fc is not None else 3
+    default = default_feature_layers(target.num_layers)
+    if found.family in ("dflash", "dspark") or count != len(default):
+        default = (spread_feature_layers(target.num_layers) * count)[:count]
+    layers = found.layers or tuple(default)
+    if len(layers) == count and all(0 <= layer < target.num_layers for layer in layers):
+        return layers
+    found.findings.append(
+        fault(
+            "layer ids",
+            f"{list(layers)} do not fit: fc reads {count} layers of 0..{target.num_layers - 1}",
+            "write the hidden_states indices of the layers captured in training "
+            "(SGLang's ids are one lower)",
+        )
+    )
+    return tuple(default)
+
+
+def _build(found: Translated, layers: tuple[int, ...], target: TargetModel) -> Drafter:
+    drafter_class = FAMILIES[found.family]
+    options = dict(found.options)
+    if layers:  # any ascending list of this length makes the right shapes; a View says which
+        options["feature_layers"] = list(range(len(layers)))
+    if found.family in ("dflash", "dspark") and options.get("mask_token_id") is None:
+        options["mask_token_id"] = choose_mask_token(target)
+        found.findings.append(
+            fault(
+                "mask token",
+                "config.json names none",
+                "write mask_token_id (dflash_config) as it was in training",
+            )
+        )
+    for name in _RECORDED:
+        options.pop(name, None)
+    head = drafter_class(build_config(drafter_class.config_class, target, **options))
+    if layers:
+        head.config.feature_layers = list(layers)
+    nn.Module.to(head, target.device, torch.float32)
+    with _quiet():
+        return head.attach(target, allow_other_target=True).eval()
+
+
+@torch.no_grad()
+def _fill(head: Drafter, found: Translated) -> set[str]:
+    """Put the file's tensors into the head; returns the names of the file's that have no place."""
+    places = head.state_dict()
+    absent = sorted(set(places) - set(found.state))
+    extra = sorted(set(found.state) - set(places))
+    if absent:
+        found.findings.append(
+            fault(
+                "tensors",
+                f"missing: {', '.join(absent[:4])}{' ...' * (len(absent) > 4)}",
+                "export again; a loader that does not complain leaves them random",
+                missing=len(absent),
+            )
+        )
+    if extra:
+        found.findings.append(
+            fault(
+                "tensors",
+                f"no place for: {', '.join(extra[:4])}{' ...' * (len(extra) > 4)}",
+                "the config describes another head than the tensors: check its switches "
+                "(biases, norms, confidence_head, number of layers and heads)",
+                extra=len(extra),
+            )
+        )
+    turned, wrong = [], []
+    for name, place in places.items():
+        stored = found.state.get(name)
+        if stored is None:
+            continue
+        if stored.shape == place.shape:
+            place.copy_(stored)
+        elif stored.T.shape == place.shape:
+            place.copy_(stored.T)
+            turned.append(name)
+        else:
+            wrong.append(f"{name} {list(stored.shape)} for {list(place.shape)}")
+    if turned:
+        found.findings.append(
+            fault(
+                "transposed", f"stored as its transpose: {', '.join(turned)}", "store them turned"
+            )
+        )
+    if wrong:
+        found.findings.append(
+            fault("tensors", f"of another shape: {', '.join(wrong[:4])}", "export again")
+        )
+    return set(extra)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning about another target, which is a finding here."""
+    log = logging.getLogger("drafters.base")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,89 @@
+"""What a diagnosis is made of."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+OK, FAULT, UNKNOWN = "ok", "FAULT", "unknown"
+
+CHECKS: dict[str, str] = {
+    "fingerprint": "the target is the one that the head was trained on",
+    "template": "the chat template is the one that the head was trained with",
+    "tensors": "nothing is missing, left over, zero or still random",
+    "transposed": "no matrix is stored the other way round",
+    "dtype": "all numbers are finite, and none sits at the limit of its dtype",
+    "vocabulary": "the draft vocabulary maps to the right tokens, and covers the text",
+    "layer ids": "features come from the layers, and in the order, of training",
+    "concat": "embedding and feature are joined in the order of training",
+    "norm": "norms are where they were in training, once each",
+    "heads": "rows of queries and keys are in Llama's rotary order",
+    "rope": "rotary base and longest position are the target's",
+    "mask token": "empty slots of a block hold the token of training",
+    "pairing": "features, tokens and labels stand in the same row as in training",
+    "parity": "the training pass and the decode pass give the same logits",
+    "mask": "the head learned the target's answers, not the prompts alone",
+    "trained": "the head drafts better than one and the same law everywhere",
+    "sampler": "the sampling is what the head was calibrated for",
+}
+"""The checks in the order of the output, and what each one says where it finds nothing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: a key of ``CHECKS``.
+        verdict: "ok", "FAULT" or "unknown" (nothing recorded, or too little text to tell).
+        message: what was found.
+        fix: what to do about a fault; empty otherwise.
+        numbers: the figures behind it.
+    """
+
+    check: str
+    verdict: str
+    message: str
+    fix: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.check in CHECKS and self.verdict in (OK, FAULT, UNKNOWN)
+        assert bool(self.fix) == (self.verdict == FAULT), self
+
+    def line(self) -> str:
+        """For people."""
+        text = f"{self.verdict:<8} {self.check:<12} {self.message}"
+        if self.numbers:
+            text += f" ({', '.join(f'{name} {_short(v)}' for name, v in self.numbers.items())})"
+        return f"{text}\n{'':<22}fix: {self.fix}" if self.fix else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return asdict(self)
+
+
+def fault(check: str, message: str, fix: str, **numbers: float) -> Finding:
+    """Something is wrong, and here is what to do."""
+    return Finding(check, FAULT, message, fix, numbers)
+
+
+def fine(check: str, message: str = "", **numbers: float) -> Finding:
+    """Nothing found; without a message, what ``CHECKS`` says."""
+    return Finding(check, OK, message or CHECKS[check], "", numbers)
+
+
+def unknown(check: str, message: str, **numbers: float) -> Finding:
+    """It cannot be told."""
+    return Finding(check, UNKNOWN, message, "", numbers)
+
+
+def in_order(findings: list[Finding]) -> list[Finding]:
+    """By check; within a check faults first, and no "ok" beside a fault."""
+    rank = {FAULT: 0, UNKNOWN: 1, OK: 2}
+    order = list(CHECKS)
+    faulty = {found.check for found in findings if found.verdict == FAULT}
+    kept = [found for found in findings if found.verdict == FAULT or found.check not in faulty]
+    return sorted(kept, key=lambda found: (order.index(found.check), rank[found.verdict]))
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

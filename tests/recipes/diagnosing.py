@@ -1,0 +1,141 @@
+"""A small target, heads really trained for it, and ways to break their files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafters import Drafter, TargetModel, build_drafter
+from recipes.diagnosis import Diagnosis, Evidence, Serving, diagnose, gather, load_head
+from tests.tiny import END, SPECIALS, START, tiny_tokenizer
+from training.chat import TokenizedRow
+from training.data import collate
+from training.features import TargetBatch, run_target
+from training.objectives import ObjectiveOptions, build_objective
+from training.objectives.options import RECURSIVE
+
+V, PROMPT, LENGTH = 40, 8, 32
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 32, "feature_layers": [1, 3, 4]},
+    "medusa": {"num_heads": 3},
+}
+STEPS = {"medusa": 250}
+
+Data = Callable[[TargetBatch], TargetBatch]
+
+
+def small_target(seed: int = 0) -> TargetModel:
+    """A random Llama whose laws are peaked, and learnt within seconds."""
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=SPECIALS.index(START),
+        eos_token_id=SPECIALS.index(END),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6.0)
+        model.model.embed_tokens.weight.mul_(10.0)
+        for layer in model.model.layers:  # so that it matters which layer a feature comes from
+            layer.self_attn.o_proj.weight.mul_(4.0)
+            layer.mlp.down_proj.weight.mul_(4.0)
+    return TargetModel(model, tiny_tokenizer(V), "small")
+
+
+@torch.no_grad()
+def written(target: TargetModel, count: int, seed: int) -> Tensor:
+    """(count, LENGTH) random prompts with the target's answers, drawn at temperature 1."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(len(SPECIALS), V, (count, PROMPT), generator=generator)
+    while ids.shape[1] < LENGTH:
+        law = target.forward(ids, logits_to_keep=1).logits[:, -1].softmax(-1)
+        law[:, SPECIALS.index(END)] = 0
+        ids = torch.cat((ids, torch.multinomial(law, 1, generator=generator)), 1)
+    return ids
+
+
+def evidence_of(target: TargetModel, count: int = 14) -> Evidence:
+    """Text that no head was trained on."""
+    ids = written(target, count, seed=9).tolist()
+    return gather(target, [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids])
+
+
+def trained(
+    target: TargetModel, family: str, handed: Data | None = None, **options: Any
+) -> Drafter:
+    """A head after a few seconds of training.
+
+    Args:
+        target: the teacher.
+        family: of the head.
+        handed: what training hands to the head in place of what it should.
+        **options: of the head.
+    """
+    ids = written(target, 256, seed=0)
+    head = build_drafter(family, target, **{**OPTIONS.get(family, {}), **options})
+    head.set_draft_vocab(torch.bincount(ids.flatten(), minlength=V))
+    steps = {"steps": 2} if family in RECURSIVE else {}
+    objective = build_objective(head, ObjectiveOptions(chunk=0, **steps))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
+    batches = []
+    for part in ids.split(32):
+        rows = [[TokenizedRow(row, [True] * LENGTH)] for row in part.tolist()]
+        data = run_target(target, collate(rows, LENGTH), head.feature_layers)
+        batches.append(data if handed is None else handed(data))
+    total = STEPS.get(family, 120)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    head.train()
+    for step in range(total):
+        loss, metrics = objective(batches[step % len(batches)])
+        (loss / metrics["loss_0_count"]).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return head.eval()
+
+
+def edited(
+    source: Path,
+    folder: Path,
+    config: Callable[[dict[str, Any]], None] | None = None,
+    tensors: Callable[[dict[str, Tensor]], None] | None = None,
+) -> Path:
+    """A copy of a head's folder with another config or other tensors."""
+    folder.mkdir(parents=True)
+    fields = json.loads((source / "config.json").read_text())
+    weights = load_file(source / "model.safetensors")
+    if config is not None:
+        config(fields)
+    if tensors is not None:
+        tensors(weights)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def diagnosed(
+    folder: Path, target: TargetModel, evidence: Evidence, serving: Serving | None = None
+) -> Diagnosis:
+    """The diagnosis of a folder."""
+    return diagnose(load_head(folder, target), target, evidence, serving)
+
+
+def faults(diagnosis: Diagnosis) -> set[str]:
+    """The checks that found something."""
+    return {finding.check for finding in diagnosis.faults}
