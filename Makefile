@@ -12,6 +12,8 @@ TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 # More arguments for `test` (ARGS="-m 'not slow'") and `quickstart`.
 ARGS ?=
+# Processes that `test` runs in, one thread each.
+WORKERS ?= 2
 # For `bench`.
 TARGET ?= targets/smollm2-135m
 HEAD ?=
@@ -32,7 +34,7 @@ quickstart: $(STAMP) ## fetch a target, train two draft heads, decode losslessly
 
 test: $(STAMP) ## fetch the real target, run all tests
 	$(RUN) -m scripts.fetch_target smollm2-135m
-	$(RUN) -m pytest -q $(ARGS)
+	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(STAMP) ## lint, format and types
 	$(RUN) -m ruff check .

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from inference.batch_controller import batch_controllers
 from inference.controller import controllers
@@ -49,10 +50,14 @@ def cost_grid(
         arms: that may draft.
         contexts: P.
         batches: B.
-        buckets: widths that the engine runs; () if it runs any.
+        buckets: widths that the engine runs, in order; () if it runs any.
     """
     largest = max(arm.size for arm in arms)
-    widths = [width for width in WIDTHS if width < largest] + [largest]
+    if buckets:  # all that trees of these sizes run in, and no others
+        buckets = buckets[: 1 + sum(bucket < largest for bucket in buckets)]
+        widths = list(buckets)
+    else:
+        widths = [width for width in WIDTHS if width < largest] + [largest]
     drafts = {
         (arm.name, depth, top_k)
         for arm in arms
@@ -129,17 +134,23 @@ def measured_costs(
 
 
 def drafters_hash(arms: Mapping[str, Proposer]) -> str:
-    """What tells the costs of two sets of arms apart: their kinds, and the heads' shapes.
+    """What tells the costs of two sets of arms apart: their kinds, and the shapes of networks.
 
     Args:
         arms: proposers by name.
     """
     parts = []
     for name, arm in sorted(arms.items()):
-        shapes = []
+        networks: list[nn.Module] = []
         if isinstance(arm, HeadProposer):
-            weights = arm.drafter.named_parameters()
-            shapes = [(key, tuple(value.shape), str(value.dtype)) for key, value in weights]
+            networks = [arm.drafter]
+        elif isinstance(arm, DraftModelProposer):
+            networks = [arm.draft.model]
+        shapes = [
+            (key, tuple(value.shape), str(value.dtype))
+            for network in networks
+            for key, value in network.named_parameters()
+        ]
         parts.append((name, type(arm).__name__, shapes))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -182,7 +193,8 @@ def missing(table: CostTable, grid: CostGrid) -> bool:
     drafts = {(*draft, b) for draft in grid.drafts for b in grid.batches}
     known = points <= table.verify_points.keys() and drafts <= table.draft_points.keys()
     absorbing = {name for name, _ in table.absorb_points}
-    return not known or not absorbing >= set(drafting_arms(grid))
+    as_run = table.buckets[: len(grid.buckets)] if grid.buckets else table.buckets
+    return not (known and as_run == grid.buckets and absorbing >= set(drafting_arms(grid)))
 
 
 class AutoProposer(AdaptiveProposer):

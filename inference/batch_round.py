@@ -231,9 +231,18 @@ class BatchRound:
                     yield one
 
     def _passes(self) -> Iterator[tuple[dict[str | None, int], float]]:
-        """How deep arms that draft for all in one pass may go, and what that costs."""
+        """How deep arms that draft for all in one pass may go, and what that costs. What sequences
+        have decided they do.
+        """
         together = [arm for arm in self.arms if arm.together]
-        for depths in itertools.product(*(range(arm.depth + 1) for arm in together)):
+        decided = self._decided.values()
+        least = {
+            arm.name: max((one.depth for one in decided if one.arm == arm.name), default=0)
+            for arm in together
+        }
+        for depths in itertools.product(
+            *(range(least[arm.name], arm.depth + 1) for arm in together)
+        ):
             caps: dict[str | None, int] = {}
             fixed = 0.0
             for arm, depth in zip(together, depths, strict=True):

@@ -39,23 +39,25 @@ def rounds_of_cell(run: Run, cell: int = 0) -> list[RoundRecord]:
 
 def acceptance_length(rounds: Rounds) -> float:
     """Ours: tokens emitted per target forward, bonus included, pooled."""
-    return sum(len(each.emitted) for each in rounds) / len(rounds)
+    return sum(len(each.emitted) for each in rounds) / _some(rounds)
 
 
 def accepted_per_round(rounds: Rounds) -> float:
     """Ours without the bonus: draft tokens accepted per target forward, pooled."""
-    return sum(each.accepted for each in rounds) / len(rounds)
+    return sum(each.accepted for each in rounds) / _some(rounds)
 
 
 def acceptance_length_per_request(run: Run, cell: int = 0) -> float:
     """Mean over requests of each one's acceptance length."""
-    return fmean(acceptance_length(rounds) for _, rounds in rounds_by_request(run, cell) if rounds)
+    found = [acceptance_length(rounds) for _, rounds in rounds_by_request(run, cell) if rounds]
+    _some(found)
+    return fmean(found)
 
 
 def survival(rounds: Rounds) -> list[float]:
     """By k: share of rounds that accepted position k, and so all before it."""
-    deepest = max(each.depth for each in rounds)
-    return [sum(each.accepted >= k for each in rounds) / len(rounds) for k in _positions(deepest)]
+    count, deepest = _some(rounds), max(each.depth for each in rounds)
+    return [sum(each.accepted >= k for each in rounds) / count for k in _positions(deepest)]
 
 
 def conditional(rounds: Rounds) -> list[float | None]:
@@ -63,6 +65,7 @@ def conditional(rounds: Rounds) -> list[float | None]:
     None where no round came so far.
     """
     found: list[float | None] = []
+    _some(rounds)
     for k in _positions(max(each.depth for each in rounds)):
         reached = [each for each in rounds if each.depth >= k and each.accepted >= k - 1]
         rate = sum(each.accepted >= k for each in reached) / len(reached) if reached else None
@@ -101,8 +104,13 @@ def spec_bench_speedup(run: Run, cell: int = 0) -> float:
     same of plain decoding. (It counts the baseline's tokens by tokenising its text again.)
 
     Raises:
-        ValueError: the run has no plain decoding.
+        ValueError: the run has no plain decoding, or none of the same kind.
     """
+    if run.cells[cell]["speedup"] is None:
+        raise ValueError(
+            "this cell has no speed-up: it takes plain decoding of the same kind (no --no-plain, "
+            "no --simulate, in batches --reference plain)"
+        )
     fast: dict[str, list[float]] = {}
     plain: dict[str, list[float]] = {}
     for request in run.requests_of(cell):
@@ -190,7 +198,7 @@ def automodel_tau_sim(rounds: Rounds) -> float:
 def vllm_mean_acceptance_length(rounds: Rounds) -> float:
     """vLLM's mean acceptance length: 1 + accepted / drafts, of the rounds with draft tokens."""
     drafts = _with_drafts(rounds)
-    return 1 + sum(each.accepted for each in drafts) / len(drafts)
+    return 1 + sum(each.accepted for each in drafts) / _some(drafts)
 
 
 def vllm_per_position_acceptance_rates(rounds: Rounds) -> list[float]:
@@ -202,7 +210,9 @@ def vllm_per_position_acceptance_rates(rounds: Rounds) -> list[float]:
 
 def vllm_draft_acceptance_rate(rounds: Rounds) -> float:
     """vLLM's draft acceptance rate: accepted / draft tokens."""
-    return sum(each.accepted for each in rounds) / sum(each.draft_tokens for each in rounds)
+    drafts = _with_drafts(rounds)
+    _some(drafts)
+    return sum(each.accepted for each in drafts) / sum(each.draft_tokens for each in drafts)
 
 
 def sglang_accept_length(run: Run, cell: int = 0) -> float:
@@ -210,7 +220,20 @@ def sglang_accept_length(run: Run, cell: int = 0) -> float:
     the prefill is among the completion tokens.
     """
     pairs = rounds_by_request(run, cell)
-    return sum(len(one.tokens) for one, _ in pairs) / sum(len(rounds) for _, rounds in pairs)
+    return sum(len(one.tokens) for one, _ in pairs) / _some(rounds_of_cell(run, cell))
+
+
+def _some(found: Sequence[object]) -> int:
+    """How many; none have no number.
+
+    Raises:
+        ValueError: none.
+    """
+    if not found:
+        raise ValueError(
+            "there is no such round: every text ended with its first token, or nothing was drafted"
+        )
+    return len(found)
 
 
 def _positions(deepest: int) -> range:

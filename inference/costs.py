@@ -15,11 +15,11 @@ import json
 import os
 import platform
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -59,6 +59,14 @@ class MachineKey:
             for one in fields(self)
             if getattr(self, one.name) != getattr(other, one.name)
         ]
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> MachineKey: ...
+
+
+T = TypeVar("T", bound=_Keyed)
 
 
 def machine_key(
@@ -348,10 +356,17 @@ def current_costs(path: Path, key: MachineKey) -> tuple[CostTable | None, list[s
         path: of the file, or of the head's folder.
         key: of this process.
     """
-    if not costs_path(path).exists():
-        return None, [f"no {costs_path(path)}"]
+    return current_table(costs_path(path), key, CostTable.load)
+
+
+def current_table(
+    path: Path, key: MachineKey, load: Callable[[Path], T]
+) -> tuple[T | None, list[str]]:
+    """The same for tables of any kind; ``load`` raises ValueError where there is none."""
+    if not path.exists():
+        return None, [f"no {path}"]
     try:
-        found = CostTable.load(path)
+        found = load(path)
     except ValueError as error:
         return None, [str(error)]
     return (found, []) if found.key == key else (None, key.differences(found.key))

@@ -78,6 +78,11 @@ class Engine(ABC):
         """Rows of a tree that are really run, where they are filled up; None if any are."""
         return None
 
+    @property
+    def captured_seconds(self) -> float:
+        """Spent so far in capturing forwards, by this engine and those beside it."""
+        return 0.0
+
     def tune(self) -> None:
         """Measure anew what depends on the number of threads."""
         return None

@@ -35,6 +35,7 @@ from inference.generate import Round, speculative_generate
 from inference.pieces import node_pieces
 from inference.processors import fresh
 from inference.proposers.base import Proposer
+from inference.proposers.simulated import SimulatedProposer
 from inference.run_records import RoundRecord, Trace
 from inference.sampling import SamplingParams
 from inference.verify import SAME_TOKENS
@@ -189,15 +190,16 @@ class _Measurement:
                 check_reference(self.compare, cell.sampling)
             greedy = cell.sampling.temperature == 0
             promised = greedy or cell.rule in SAME_TOKENS
-            fair = self.batch_size == 1 or self.compare == "plain"
+            alike = self.batch_size == 1 or self.compare == "plain"
+            fair = alike and not isinstance(cell.proposer, SimulatedProposer)
             comparable = promised and self.compare is not None
             report = Report(greedy, comparable, self.batch_size, [], fair=fair)
-            alike = (
+            sharing = (
                 group
                 for group in groups
                 if self.compare is not None and group.sampling == cell.sampling
             )
-            group = next(alike, None)
+            group = next(sharing, None)
             if group is None:
                 group = _Group(cell.sampling, [])
                 groups.append(group)

@@ -4,7 +4,7 @@ Conventions. The token of the prefill belongs to no round. The last round of a t
 counts only tokens that reached the text. Acceptance lengths are pooled over all rounds; the mean of
 the per-request means, which gives short texts more weight, is beside them, and both come with the
 bonus token and without. A request is one decoded turn; intervals resample whole conversations
-(`inference.bootstrap`). Speeds are those of the decoding phase, after the prefill, unless they say
+(`inference.intervals`). Speeds are those of the decoding phase, after the prefill, unless they say
 otherwise.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from inference.bootstrap import Bootstrap
+from inference import intervals
 from inference.compare import Difference, Reference
 from inference.confidence import BINS, JudgedDrafts
 from inference.pieces import text_pieces
@@ -113,7 +113,8 @@ class Report:
         batch_size: prompts decoded together.
         skipped: prompts too long for the target.
         requests: the others, in the order of decoding.
-        fair: references were decoded in the same batches.
+        fair: speeds can be compared: references were decoded in the same batches, and drafts were
+            not made from a text that was decoded before.
     """
 
     greedy: bool
@@ -160,14 +161,13 @@ class Report:
         requests = [r for r in self.requests if category in (None, r.prompt.category)]
         judged = reduce(JudgedDrafts.merge, (r.judged for r in requests), JudgedDrafts())
         groups = conversations(requests)
-        bootstrap = Bootstrap(len(groups))
         return {
-            **acceptance(groups, bootstrap),
+            **acceptance(groups),
             "by_context": by_context([each for r in requests for each in r.rounds]),
             **judged.to_dict(),
             "num_prompts": len(requests),
             "num_conversations": len(groups),
-            **speed(groups, bootstrap, self.fair),
+            **speed(groups, self.fair),
         }
 
     def reliability(self) -> list[dict[str, float]] | None:
@@ -197,7 +197,7 @@ def count_rounds(rounds: Sequence[RoundRecord]) -> AcceptanceStats:
     return stats
 
 
-def acceptance(groups: Groups, bootstrap: Bootstrap) -> dict[str, Any]:
+def acceptance(groups: Groups) -> dict[str, Any]:
     """Acceptance of some requests, every figure with its interval."""
     counts = [reduce(AcceptanceStats.merge, (r.stats for r in group)) for group in groups]
     total = reduce(AcceptanceStats.merge, counts, AcceptanceStats())
@@ -210,11 +210,10 @@ def acceptance(groups: Groups, bootstrap: Bootstrap) -> dict[str, Any]:
     found = total.to_dict()
     found["acceptance_by_position"] |= {
         "survival_interval": [
-            bootstrap.ratio([one.accepted_by_depth[depth] for one in counts], rounds)
-            for depth in depths
+            interval([one.accepted_by_depth[depth] for one in counts], rounds) for depth in depths
         ],
         "conditional_interval": [
-            bootstrap.ratio(
+            interval(
                 [one.accepted_by_depth[depth] for one in counts],
                 [one.reached_by_depth[depth] for one in counts],
             )
@@ -225,12 +224,12 @@ def acceptance(groups: Groups, bootstrap: Bootstrap) -> dict[str, Any]:
     accepted = [one.num_accepted_tokens for one in counts]
     return {
         **found,
-        "acceptance_length_interval": bootstrap.ratio(emitted, rounds),
+        "acceptance_length_interval": interval(emitted, rounds),
         "acceptance_length_per_request": ratio(sum(means), sum(number)),
-        "acceptance_length_per_request_interval": bootstrap.ratio(means, number),
-        "accepted_per_round_interval": bootstrap.ratio(accepted, rounds),
+        "acceptance_length_per_request_interval": interval(means, number),
+        "accepted_per_round_interval": interval(accepted, rounds),
         "accepted_per_request": ratio(sum(drafts), sum(number)),
-        "accepted_per_request_interval": bootstrap.ratio(drafts, number),
+        "accepted_per_request_interval": interval(drafts, number),
         "draft_tokens_per_round": ratio(total.num_draft_tokens, total.num_drafts),
         "verify_width": ratio(total.num_draft_tokens + total.num_drafts, total.num_drafts),
     }
@@ -271,13 +270,12 @@ def reliability_bins(judged: JudgedDrafts, bins: int = BINS) -> list[dict[str, f
     ]
 
 
-def speed(groups: Groups, bootstrap: Bootstrap, fair: bool) -> dict[str, Any]:
+def speed(groups: Groups, fair: bool) -> dict[str, Any]:
     """Wall-clock of some requests, against plain decoding of the same ones.
 
     Args:
         groups: requests by conversation.
-        bootstrap: over them.
-        fair: references were decoded in the same batches; else speeds are not compared.
+        fair: whether speeds are compared.
     """
     requests = [request for group in groups for request in group]
     seconds = {
@@ -287,21 +285,19 @@ def speed(groups: Groups, bootstrap: Bootstrap, fair: bool) -> dict[str, Any]:
     inside = seconds["target"] + seconds["draft"] + seconds["round"]
     seconds["other"] = seconds["total"] - inside
     sums = [[sum(column) for column in zip(*map(_times, group), strict=True)] for group in groups]
-    tokens, total, prefill, plain_tokens, plain_total, plain_prefill = (
-        [sum(column) for column in zip(*sums, strict=True)] if sums else [0.0] * 6
-    )
+    columns = [list(column) for column in zip(*sums, strict=True)] or [[]] * 6
+    tokens, total, prefill, plain_tokens, plain_total, plain_prefill = map(sum, columns)
     count, compared = len(requests), sum(r.reference is not None for r in requests)
-    fast = ratio(tokens, total)
+    fast = ratio(tokens or None, total)
     fast_whole = ratio(tokens + count, total + prefill)
-    plain = ratio(plain_tokens, plain_total)
+    plain = ratio(plain_tokens or None, plain_total)
     plain_whole = ratio(plain_tokens + compared, plain_total + plain_prefill)
-    columns = [list(column) for column in zip(*sums, strict=True)]
-    interval = bootstrap.interval(columns, lambda s: s[:, 0] / s[:, 1] * s[:, 4] / s[:, 3])
+    gain = intervals.figure(columns, lambda s: s[:, 0] / s[:, 1] * s[:, 4] / s[:, 3])
     return {
         "tokens_per_second": fast,
         "plain_tokens_per_second": plain,
         "speedup": ratio(fast, plain) if fair else None,
-        "speedup_interval": interval if fair and compared else None,
+        "speedup_interval": gain.interval if fair and compared else None,
         "speedup_with_prefill": ratio(fast_whole, plain_whole) if fair else None,
         "seconds": seconds,
         "other_share": ratio(seconds["other"], seconds["total"]),
@@ -316,6 +312,11 @@ def _times(request: Request) -> list[float]:
     if plain is None:
         return [*own, 0.0, 0.0, 0.0]
     return [*own, len(plain.tokens) - 1, plain.decoding, plain.prefill]
+
+
+def interval(above: Sequence[float], below: Sequence[float]) -> list[float] | None:
+    """Of a pooled ratio: numerators and denominators of each conversation."""
+    return intervals.ratio(above, below).interval
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -1,20 +1,23 @@
 """Contenders that decoded the same questions, compared question by question.
 
-Pure: the standard library, over the records of `inference.run_records`. What is resampled is the
-question with all its turns and rounds, in both contenders at once: what makes a question easy is
-common to them and leaves the difference.
+Pure: torch and the standard library, over the records of `inference.run_records`. What is resampled
+is the question with all its turns and rounds, in both contenders at once: what makes a question
+easy is common to them and leaves the difference.
 
 Letters: n questions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
-from inference.prediction_intervals import Estimate, gap, ratio
+from torch import Tensor
+
+from inference.intervals import Estimate, figure, gap, ratio
 from inference.run_records import Run
 
 SAME = 1e-9
@@ -32,7 +35,8 @@ class Question:
         accepted: draft tokens that were accepted.
         rounds: target forwards after the prefills.
         seconds: of decoding after the prefills.
-        plain_seconds: of the same without drafts; None if that was not measured.
+        plain: tokens of plain decoding behind the prefills' own, and the seconds they took; None if
+            that was not measured, or not alike.
         tokens: of every turn.
     """
 
@@ -42,7 +46,7 @@ class Question:
     accepted: int
     rounds: int
     seconds: float
-    plain_seconds: float | None
+    plain: tuple[int, float] | None
     tokens: tuple[tuple[int, ...], ...]
 
     @property
@@ -74,10 +78,13 @@ def contender(run: Run, cell: int, name: str) -> Contender:
         cell: index of the cell.
         name: to show.
     """
+    fair = run.cells[cell]["speedup"] is not None
     found: dict[str, Question] = {}
     for request in sorted(run.requests_of(cell), key=lambda each: each.turn):
         rounds = run.rounds_of(request)
-        plain = None if request.plain_seconds is None else request.plain_seconds["total"]
+        plain = None
+        if fair and request.plain_seconds is not None and request.plain_tokens is not None:
+            plain = (request.plain_tokens - 1, request.plain_seconds["total"])
         new = Question(
             request.category,
             request.prompt_tokens,
@@ -96,8 +103,8 @@ def contender(run: Run, cell: int, name: str) -> Contender:
 def _together(first: Question, then: Question) -> Question:
     """Two turns of one question."""
     plain = None
-    if first.plain_seconds is not None and then.plain_seconds is not None:
-        plain = first.plain_seconds + then.plain_seconds
+    if first.plain is not None and then.plain is not None:
+        plain = (first.plain[0] + then.plain[0], first.plain[1] + then.plain[1])
     return Question(
         first.category,
         first.prompt,
@@ -111,18 +118,13 @@ def _together(first: Question, then: Question) -> Question:
 
 
 def common_questions(contenders: Sequence[Contender]) -> list[str]:
-    """Ids that all of them decoded, in the order of the first.
+    """Ids that all of them decoded, with as many turns, in the order of the first.
 
     Raises:
         ValueError: there is none, or one of them had another prompt or category.
     """
     first = contenders[0]
     ids = [each for each in first.questions if all(each in c.questions for c in contenders)]
-    if not ids:
-        raise ValueError(
-            f"{', '.join(c.name for c in contenders)}: no question in common; evaluate them with "
-            "the same --prompts"
-        )
     for other in contenders[1:]:
         for name in ids:
             one, two = first.questions[name], other.questions[name]
@@ -132,6 +134,13 @@ def common_questions(contenders: Sequence[Contender]) -> list[str]:
                     f"but {two.prompt} of {two.category!r} in {other.name}: other prompts or "
                     "another chat template"
                 )
+    turns = {name: {len(c.questions[name].tokens) for c in contenders} for name in ids}
+    ids = [name for name in ids if len(turns[name]) == 1]
+    if not ids:
+        raise ValueError(
+            f"{', '.join(c.name for c in contenders)}: no question in common; evaluate them with "
+            "the same --prompts and --turns"
+        )
     return ids
 
 
@@ -145,8 +154,8 @@ class Versus:
         length: pooled acceptance length of the contender, bonus included, with its own interval.
         difference: of the pooled acceptance lengths, paired.
         wins, ties, losses: questions in which its acceptance length was larger, equal, smaller.
-        speedup: tokens per second over those of plain decoding in the same run; None if not
-            measured.
+        speedup: tokens per second of decoding over those of plain decoding in the same run; None
+            if not measured.
         speedup_difference: of the two speed-ups, paired; None if one was not measured.
         equal_texts: questions whose tokens are the same in both.
     """
@@ -174,8 +183,8 @@ def versus(own: Contender, baseline: Contender, ids: Sequence[str]) -> Versus:
     """
     mine, theirs = _questions(own, ids), _questions(baseline, ids)
     gaps = [one.length - two.length for one, two in zip(mine, theirs, strict=True)]
-    speeds = (_speedups(mine), _speedups(theirs))
-    both = speeds[0] is not None and speeds[1] is not None
+    speeds = (_speeds(mine), _speeds(theirs))
+    both_speeds = [*speeds[0], *speeds[1]] if speeds[0] and speeds[1] else None
     return Versus(
         own.name,
         baseline.name,
@@ -185,15 +194,15 @@ def versus(own: Contender, baseline: Contender, ids: Sequence[str]) -> Versus:
         sum(each > SAME for each in gaps),
         sum(abs(each) <= SAME for each in gaps),
         sum(each < -SAME for each in gaps),
-        None if speeds[0] is None else ratio(*speeds[0]),
-        gap(speeds[0], speeds[1]) if both and speeds[0] and speeds[1] else None,
+        figure(speeds[0], _speedup) if speeds[0] else None,
+        figure(both_speeds, lambda s: _speedup(s) - _speedup(s[:, 4:])) if both_speeds else None,
         sum(one.tokens == two.tokens for one, two in zip(mine, theirs, strict=True)),
     )
 
 
 @dataclass(frozen=True)
 class Winner:
-    """Who is best in one category.
+    """Who is best in one category: nobody, "-", where no text has a round.
 
     Attributes:
         category: of the questions.
@@ -232,11 +241,14 @@ def winners(contenders: Sequence[Contender], ids: Sequence[str]) -> list[Winner]
     found = []
     for category, names in groups.items():
         lengths = {c.name: ratio(*_lengths(_questions(c, names))).value for c in contenders}
-        best, second = sorted(contenders, key=lambda c: -lengths[c.name])[:2]
-        lead = versus(best, second, names).difference
-        found.append(
-            Winner(category, len(names), best.name, lengths[best.name], second.name, lead, lengths)
-        )
+        ranked = sorted(lengths, key=lambda name: -lengths[name])
+        who = {c.name: c for c in contenders}
+        best, second = ranked[:2] if not any(map(math.isnan, lengths.values())) else ("-", "-")
+        lead = Estimate(math.nan)
+        if best != "-":
+            lead = versus(who[best], who[second], names).difference
+        length = lengths.get(best, math.nan)
+        found.append(Winner(category, len(names), best, length, second, lead, lengths))
     return found
 
 
@@ -269,9 +281,15 @@ def _lengths(questions: Sequence[Question]) -> tuple[list[float], list[float]]:
     return [float(q.emitted) for q in questions], [float(q.rounds) for q in questions]
 
 
-def _speedups(questions: Sequence[Question]) -> tuple[list[float], list[float]] | None:
-    """Seconds without drafts and with them; None if the first were not measured."""
-    plain = [q.plain_seconds for q in questions if q.plain_seconds is not None]
+def _speeds(questions: Sequence[Question]) -> list[list[float]] | None:
+    """Tokens and seconds with drafts, and without; None if the latter were not measured."""
+    plain = [q.plain for q in questions if q.plain is not None]
     if len(plain) < len(questions):
         return None
-    return plain, [q.seconds for q in questions]
+    fast = [[float(q.emitted) for q in questions], [q.seconds for q in questions]]
+    return [*fast, [float(tokens) for tokens, _ in plain], [seconds for _, seconds in plain]]
+
+
+def _speedup(sums: Tensor) -> Tensor:
+    """Of sums of `_speeds`: texts with drafts may be longer or shorter than those without."""
+    return sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]

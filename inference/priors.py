@@ -15,7 +15,9 @@ Letters: K depths, R ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +112,8 @@ class Memory:
             return {}
 
     def write(self, counts: Mapping[str, Counts], say: Callable[[str], None]) -> None:
-        """Replace the counts of some arms; a reader sees the old file or the new one.
+        """Replace the counts of some arms; a reader sees the old file or the new one. Of depths and
+        ranks that a run could not draft the old ones stay.
 
         Args:
             counts: by arm.
@@ -121,6 +124,9 @@ class Memory:
         except ValueError:
             found = {}
         for name, (accepted, tried) in counts.items():
+            if name in found and found[name]["of"] == self.arms[name]:
+                accepted = _beyond(accepted, found[name]["accepted"])
+                tried = _beyond(tried, found[name]["tried"])
             found[name] = {
                 "of": self.arms[name],
                 "accepted": [[round(value, 4) for value in row] for row in accepted],
@@ -154,6 +160,12 @@ class Memory:
         return dict(found["arms"])
 
 
+def _beyond(new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> list[list[float]]:
+    """New counts, and old ones of depths and ranks that they do not have."""
+    rows = itertools.zip_longest(new, old, fillvalue=())
+    return [[*ours, *theirs[len(ours) :]] for ours, theirs in rows]
+
+
 def _check(accepted: Any, tried: Any, of: Any) -> None:
     """Refuse what cannot have been counted.
 
@@ -163,5 +175,5 @@ def _check(accepted: Any, tried: Any, of: Any) -> None:
     if not isinstance(of, str) or [len(row) for row in accepted] != [len(row) for row in tried]:
         raise ValueError("counts of different shapes")
     for hits, rounds in zip(accepted, tried, strict=True):
-        if not all(0.0 <= hit <= count for hit, count in zip(hits, rounds, strict=True)):
+        if not all(0.0 <= hit <= count < math.inf for hit, count in zip(hits, rounds, strict=True)):
             raise ValueError("more drafts accepted than tried")

@@ -25,8 +25,12 @@ FORMAT = 1
 RESULT, RECORDS = "result.json", "records.jsonl"
 RESULT_KEYS = ("format", "settings", "target", "head", "cells", "costs", "training")
 """Keys that every result has; provenance comes beside them."""
-CELL_KEYS = ("temperature", "rule", "size", "name", "prediction", "reliability", "by_category")
-"""Keys that every cell has beside the numbers of `inference.evaluation.Report.to_dict`."""
+CELL_KEYS = (
+    *("temperature", "rule", "size", "name", "prediction", "reliability", "by_category"),
+    "speedup",
+)
+"""Keys that every cell has, beside the other numbers of `inference.evaluation.Report.to_dict`. If
+"speedup" is None, the recorded seconds are not of like decoding and are not to be compared."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,13 @@ def write_run(folder: Path, run: Run) -> None:
     _check(run, str(folder))
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a run is a folder: name another")
+    result = _json(run.result, indent=1) + "\n"  # what cannot be written leaves an old run alone
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT).unlink(missing_ok=True)
     lines = [{"kind": "request", **asdict(each)} for each in run.requests]
     lines += [{"kind": "round", **asdict(each)} for each in run.rounds]
     _replace(folder / RECORDS, (_json(line) + "\n" for line in lines))
-    _replace(folder / RESULT, [_json(run.result, indent=1) + "\n"])
+    _replace(folder / RESULT, [result])
 
 
 def read_run(folder: Path) -> Run:
@@ -246,7 +251,7 @@ def _record(row: dict[str, Any], where: str) -> RequestRecord | RoundRecord:
             if values["trace"] is not None:
                 values["trace"] = Trace(**_exactly(Trace, values["trace"]))
             return RoundRecord(**values)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
     raise ValueError(f"{where}: kind must be request or round, got {kind!r}")
 
@@ -276,9 +281,16 @@ def _check(run: Run, where: str) -> None:
         if not 0 <= request.cell < len(run.cells):
             raise ValueError(f"{where}: request {request.id!r} is of cell {request.cell}: no such")
         rounds = run.rounds_of(request)
-        emitted = [token for each in rounds for token in each.emitted]
         if [each.round for each in rounds] != list(range(len(rounds))):
             raise ValueError(f"{where}: rounds of {request.id!r} are missing or out of order")
+        emitted: list[int] = []
+        for each in rounds:
+            if each.context != request.prompt_tokens + 1 + len(emitted):
+                raise ValueError(
+                    f"{where}: round {each.round} of {request.id!r} has context {each.context}, "
+                    f"but {request.prompt_tokens} + 1 + {len(emitted)} tokens came before it"
+                )
+            emitted += each.emitted
         if emitted != request.tokens[1:]:
             raise ValueError(f"{where}: the rounds of {request.id!r} did not emit its tokens")
 
@@ -289,12 +301,16 @@ def _json(value: dict[str, Any], indent: int | None = None) -> str:
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_not_finite)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: not a JSON object")
     return value
+
+
+def _not_finite(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:

@@ -22,6 +22,8 @@ from inference.warpers import keep_min_p, keep_typical
 
 NUCLEUS_GUESS = 1024
 """Tokens among which top-p first looks for its nucleus."""
+MASS = 2.0**50
+"""What probabilities are counted in parts of, where they are added up."""
 
 Processor = Callable[[Any, Any], Any]
 """Text (1, T) and scores (1, V) -> scores (1, V): a transformers `LogitsProcessor`, or anything
@@ -222,6 +224,11 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
     return logits.masked_fill(logits < kth, -torch.inf)
 
 
+def exact_mass(probs: Tensor) -> Tensor:
+    """Probabilities as whole numbers of 1 / `MASS`, in float64: sums are exact in any order."""
+    return (probs.double() * MASS).round()
+
+
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Logits (..., V) with all but the nucleus at -inf (arXiv:1904.09751).
 
@@ -231,10 +238,10 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """
     probs = torch.softmax(logits, dim=-1)
     best = probs.topk(min(NUCLEUS_GUESS, probs.shape[-1])).values
-    if not bool((best.sum(dim=-1) >= top_p).all()):
+    if not bool((exact_mass(best).sum(dim=-1) >= top_p * MASS).all()):
         best = probs.topk(probs.shape[-1]).values
-    mass = best.double()
-    inside = mass.cumsum(dim=-1) - mass < top_p
+    mass = exact_mass(best)
+    inside = mass.cumsum(dim=-1) - mass < top_p * MASS
     count = inside.sum(dim=-1, keepdim=True)
     edge = best.gather(-1, (count - 1).clamp_min(0))
     kept = probs >= edge

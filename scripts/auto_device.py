@@ -6,11 +6,11 @@ from pathlib import Path
 from inference.engine import Engine
 from inference.engines import DeviceEngine
 from inference.proposers import HeadProposer, Proposer
-from inference.sampling import SamplingParams
 from inference.static.accept import STATIC_RULES
 from inference.static.size_costs import CONTEXTS, ROOM, fastest_proposer, measured_rounds
 from inference.static.sizes import ARM, SizedProposer, default_forms
 from scripts.auto_decided import memory_of, say
+from scripts.common import sampling_params
 
 
 def decided_on_device(
@@ -20,8 +20,8 @@ def decided_on_device(
 
     Args:
         args: with `--head` and `--costs`, which say where seconds are kept: in the head's folder,
-            one file for each rule, unless a path is given; with `--rule` and `--temperature`, at
-            which they are measured.
+            one file for each rule, unless a path is given; with `--rule` and the options of
+            sampling, at which they are measured.
         proposer: of the largest trees.
         engine: that will decode.
         batch_size: of its calls.
@@ -46,7 +46,7 @@ def decided_on_device(
         default_forms(proposer.options),
         rounds_file(args, engine),
         rule=args.rule,
-        sampling=SamplingParams(args.temperature),
+        sampling=sampling_params(argparse.Namespace(**{"seed": 0, **vars(args)})),
         contexts=[context for context in CONTEXTS if context < room] or [16],
         batches=sorted({1, batch_size}),
         say=say,

@@ -8,12 +8,14 @@ A table is of the time when it was measured. Where a machine is faster or slower
 that is shared, speeds are off and the speed-up over plain decoding is not: both are compared.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.costs import CostTable
 from inference.schedule import plain_step
 from scripts.benchmark_contenders import Contender
+from scripts.benchmark_protocol import Answer
 from scripts.benchmark_race import Heat
 from scripts.benchmark_statistics import predicted_speed
 
@@ -43,7 +45,15 @@ def prediction(
         return _record(tokens, seconds, plain)
     table = costs or own_costs(one, threads)
     name = None if table is None else draft_name(one, table)
-    return {} if table is None or name is None else _record(*_by_table(one, heat, table, name))
+    if table is None or name is None or not _covers(table, heat.answers[one.name]):
+        return {}
+    return _record(*_by_table(one, heat, table, name))
+
+
+def _covers(costs: CostTable, answers: Sequence[Answer]) -> bool:
+    """Whether rounds as wide as those that were made are in the table."""
+    rounds = [made for answer in answers for made in answer.rounds or []]
+    return all(nodes <= costs.widest(rows) for rows, nodes, *_ in rounds)
 
 
 def _record(tokens: float, seconds: float, plain: float) -> dict[str, Any]:

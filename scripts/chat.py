@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -119,6 +120,8 @@ def converse(chat: "Chat") -> None:
                 chat.answer(text)
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:  # before the first token, or behind the last
+                print("\n[stopped]")
 
 
 class TokenText:
@@ -225,14 +228,14 @@ class Printer:
         rest = self.text.flush()
         self.answer += rest
         if not self.trace:
-            self.write(f"{rest}\n" + (TITLE.format("") if self.colour else ""))
+            self.write(f"{_harmless(rest)}\n" + (TITLE.format("") if self.colour else ""))
         elif rest:
             self.write(f"{'':<45}{_visible(rest)}\n")
 
     def _write_text(self, tokens: list[int]) -> None:
         piece = "".join(self.text.add(token) for token in tokens)
         self.answer += piece
-        self.write(piece)
+        self.write(_harmless(piece))
 
     def _line(self, name: str, count: str, tokens: list[tuple[int, str]]) -> None:
         pieces = [(self.text.add(token), kind) for token, kind in tokens]
@@ -253,6 +256,15 @@ class Printer:
 def _visible(text: str) -> str:
     """Line breaks and other control characters as escapes, so that a line stays a line."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _harmless(text: str) -> str:
+    """Running text without what a terminal would obey: control characters as escapes."""
+    kept = {"\n", "\t"}
+    return "".join(
+        char if char in kept or unicodedata.category(char) != "Cc" else ascii(char)[1:-1]
+        for char in text
+    )
 
 
 def _write(text: str) -> None:

@@ -264,7 +264,7 @@ def load_prompts(path: str, limit: int | None = None, turns: str = "first") -> l
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
     if path.endswith(".txt"):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         raw = [{"line": line} for line in lines if line.strip()]
     else:
         raw = _read_jsonl(Path(path)) if path.endswith(".jsonl") else load_rows(path)
@@ -358,8 +358,9 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt_row(row: dict[str, Any], number: int, turns: str) -> dict[str, Any]:
-    name = row.get("id", row.get("question_id", number))
-    named = {"id": str(name), "category": str(row.get("category") or "all")}
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # refuses half a surrogate pair
+    name = _shown(row.get("id", row.get("question_id", number))) or str(number)
+    named = {"id": name, "category": _shown(row.get("category") or "all") or "all"}
     if row.get("prompt_ids"):
         return {**named, "ids": [int(token) for token in row["prompt_ids"]]}
     if row.get("text") and not any(row.get(key) for key in ("messages", "prompt", "turns")):
@@ -376,6 +377,11 @@ def _prompt_row(row: dict[str, Any], number: int, turns: str) -> dict[str, Any]:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages need text as role and content, got {message}")
     return {**named, "messages": messages, **more}
+
+
+def _shown(name: Any) -> str:
+    """A name on one line, without what would move the cursor or break a table's rows."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(name)).split())
 
 
 def _make_unique(rows: Sequence[dict[str, Any]]) -> None:

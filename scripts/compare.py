@@ -15,11 +15,14 @@ JSON object.
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from inference.intervals import Estimate
 from inference.pairing import (
+    SAME,
     Contender,
     Versus,
     Winner,
@@ -29,11 +32,31 @@ from inference.pairing import (
     versus,
     winners,
 )
-from inference.prediction_intervals import Estimate
 from inference.run_records import Run, read_run
-from scripts.common import add_options, parser_for, print_json, run, write_json_atomic
+from scripts.common import (
+    PENALTY_OPTIONS,
+    WARPER_OPTIONS,
+    add_options,
+    parser_for,
+    print_json,
+    run,
+    write_json_atomic,
+)
 
-WATCHED = ("max_new_tokens", "dtype", "engine", "threads", "batch_size", "limit", "turns", "top_p")
+LAW_OPTIONS = (*WARPER_OPTIONS, *PENALTY_OPTIONS, "--seed")
+WATCHED = (
+    "max_new_tokens",
+    "limit",
+    "turns",
+    "chat_template",
+    "no_plain",
+    "dtype",
+    "device",
+    "engine",
+    "threads",
+    "batch_size",
+    *(name.removeprefix("--").replace("-", "_") for name in LAW_OPTIONS),
+)
 """Settings whose difference is worth a line."""
 
 
@@ -167,7 +190,10 @@ def compare(group: list[Contender]) -> dict[str, Any]:
     print(f"\nT={group[0].temperature:g}: {len(ids)} questions in common")
     for name, count in left_out.items():
         if count:
-            print(f"note: {count} questions of {name} are left out; not all contenders have them")
+            print(
+                f"note: {count} questions of {name} are left out: not all contenders have them "
+                "with as many turns"
+            )
     against = [versus(each, group[0], ids) for each in group]
     print_versus(against)
     best = winners(group, ids)
@@ -187,9 +213,20 @@ def compare(group: list[Contender]) -> dict[str, Any]:
 
 def print_versus(against: list[Versus]) -> None:
     """Every contender beside the baseline, as a Markdown table."""
-    print(f"\n| contender | length | over {against[0].baseline} | won / tied / lost | ", end="")
-    print("speed-up over plain | difference | equal texts |")
-    print("|---|---|---|---|---|---|---|")
+    over = f"over {against[0].baseline}"
+    print()
+    print_row(
+        [
+            "contender",
+            "length",
+            over,
+            "won / tied / lost",
+            "speed-up over plain",
+            over,
+            "equal texts",
+        ]
+    )
+    print("|---" * 7 + "|")
     for number, each in enumerate(against):
         cells = [each.name, _estimate(each.length)]
         if number == 0:
@@ -199,17 +236,24 @@ def print_versus(against: list[Versus]) -> None:
             cells += [f"{each.wins} / {each.ties} / {each.losses}", _estimate(each.speedup)]
             cells += [_estimate(each.speedup_difference, "+.2f")]
             cells += [f"{each.equal_texts} of {each.questions}"]
-        print(f"| {' | '.join(cells)} |")
+        print_row(cells)
 
 
 def print_winners(best: list[Winner], names: list[str]) -> None:
     """Who wins where, as a Markdown table."""
-    print(f"\n| category | questions | {' | '.join(names)} | best | lead over the next |")
+    print()
+    print_row(["category", "questions", *names, "best", "lead over the next"])
     print("|---" * (len(names) + 4) + "|")
     for each in best:
-        lengths = " | ".join(_estimate(Estimate(each.lengths[name])) for name in names)
+        lengths = [_estimate(Estimate(each.lengths[name])) for name in names]
         lead = _estimate(each.lead, "+.2f") + (", clear" if each.clear else "")
-        print(f"| {each.category} | {each.questions} | {lengths} | {each.name} | {lead} |")
+        name = "tie" if abs(each.lead.value) <= SAME else each.name
+        print_row([each.category, str(each.questions), *lengths, name, lead])
+
+
+def print_row(cells: Sequence[str]) -> None:
+    """One line of a Markdown table; names may hold bars."""
+    print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
 
 
 def _plain(value: Any) -> Any:

@@ -321,6 +321,11 @@ def _load_auto(
     if isinstance(engine, DeviceEngine):
         vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
         return decided_on_device(args, arms[kind], engine, batch_size)
+    if args.min_confidence:
+        raise ValueError(
+            "--min-confidence has no effect with --size auto, which itself tells where going on "
+            "cannot pay: drop it"
+        )
     if kind not in ("ngram", "suffix"):
         arms["ngram"] = NgramProposer(**AUTO_COPIES)
     vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})

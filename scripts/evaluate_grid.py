@@ -61,6 +61,8 @@ class GridCell:
     def name(self) -> str:
         """Short, and different for each cell of a grid."""
         size = "" if self.args.size is None else f" size {self.args.size}"
+        if self.args.simulate is not None:
+            size = f" alpha {self.args.simulate:g}"
         return f"T={self.args.temperature:g} {self.args.rule}{size}"
 
     def options(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from drafters import TargetModel
 from inference.auto import AutoProposer
 from inference.costs import CostTable
 from inference.evaluation import Report, Request, request_seed
-from inference.prediction import Answer, Prediction, predict
-from inference.prediction_warnings import Decoded, compare
+from inference.prediction.alarms import Decoded, compare
+from inference.prediction.predict import Answer, Prediction, predict
 from inference.proposers import HeadProposer, Proposer
 from inference.sampling import SamplingParams
 from inference.schedule import RoundCosts
@@ -99,7 +99,7 @@ def why_not(proposer: Proposer, rule: str, answers: Sequence[Answer]) -> str | N
     if rule not in RULES:
         return f"rule {rule!r} changes the output"
     if not any(len(answer.tokens) > 1 for answer in answers):
-        return "it needs plain texts of two tokens or more: evaluate with a reference"
+        return "no plain text has a second token, where rounds begin: raise --max-new-tokens"
     if rule == "block" and proposer.options.min_survival:
         return "under rule 'block' drafts cut by confidence are not predicted"
     return None
@@ -162,7 +162,10 @@ def prediction_lines(
         f"  {'tokens per round, predicted':<30}{_interval(record['tau'])}",
     ]
     if compared is not None:
-        beyond = "" if compared["within"] else "  BEYOND ITS INTERVAL"
+        ends = compared["alarm"]
+        drawn = compared["rounds_agree"] is None and ends["low"] is not None
+        beyond = f"; 99 %: [{ends['low']:+.3f}, {ends['high']:+.3f}]" if drawn else ""
+        beyond += "" if compared["within"] else "  BEYOND ITS INTERVAL"
         lines += [
             f"  {'tokens per round, measured':<30}{_interval(compared['tau'])}",
             f"  {'measured - predicted':<30}{_interval(compared['gap'], '+')}{beyond}",
@@ -173,7 +176,8 @@ def prediction_lines(
                 f"{compared['texts_differ']}"
             )
     lines += _depth_lines(record, measured)
-    lines += [f"  {step['value']:6.3f}  {step['text']}" for step in record["steps"]]
+    lines.append("  from the formula to the prediction, tokens per round:")
+    lines += [f"    {step['value']:6.3f}  {step['text']}" for step in record["steps"]]
     lines += [_text_line(record["text"]), *_best_lines(record["best"])]
     for warning in [] if compared is None else compared["warnings"]:
         lines.append(f"WARNING, {warning['cause']}: {warning['message']}")
@@ -196,7 +200,8 @@ def _depth_lines(
     for name in ("conditional", "survival"):
         columns[f"{name}, predicted"] = [row[name] for row in rows]
         if measured is not None:
-            columns[f"{name}, measured"] = measured[name]
+            rates = measured[name]
+            columns[f"{name}, measured"] = [*rates, *[None] * (len(rows) - len(rates))]
     lines = [f"  {'depth':<26}" + "".join(f"{row['depth']:>8}" for row in rows)]
     return lines + [
         f"  {label:<26}" + "".join(f"{_number(value, 3):>8}" for value in values)
@@ -218,7 +223,7 @@ def _best_lines(best: dict[str, Any]) -> list[str]:
         f"{way['tau']:.2f}" + _speed(way["tokens_per_second"])
         for way in [*best["chains"], *best["trees"]]
     ]
-    lines = ["  tokens per round by size: " + ", ".join(ways)]
+    lines = ["  predicted by size (static trees are fitted to these texts): " + ", ".join(ways)]
     way = best["choice"]
     if way is not None:
         lines.append(

@@ -1,7 +1,7 @@
 """The folder of an evaluation: what goes into result.json and records.jsonl."""
 
 import argparse
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,15 @@ from typing import Any
 from drafters import Drafter, TargetModel
 from inference.auto import AutoProposer
 from inference.evaluation import Report
+from inference.prediction.formulas import expected_tokens
+from inference.prediction.rounds import geometric
 from inference.proposers import HeadProposer, Proposer
 from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.compose import ComposedProposer
 from inference.run_records import FORMAT, Run, write_run
 from scripts.evaluate_grid import GridCell, plain_options
 from training.provenance import provenance
+from training.records import read_lines
 
 TRAINING = {
     "train/tokens": "tokens",
@@ -29,12 +32,15 @@ def check_out(folder: Path) -> None:
     """Refuse, before anything is measured, a place that no folder can be written to.
 
     Raises:
-        ValueError: it is a file, or is named like one.
+        ValueError: it is a file or named like one, lies in one, or may not be written to.
     """
     if folder.suffix == ".json" or folder.is_file():
         raise ValueError(
             f"--out {folder}: a run is a folder with result.json and records.jsonl: name a folder"
         )
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--out {folder}: {there} is no folder that can be written to")
 
 
 def cell_result(one: GridCell, report: Report) -> dict[str, Any]:
@@ -48,6 +54,28 @@ def cell_result(one: GridCell, report: Report) -> dict[str, Any]:
         "options": one.options(),
         "prediction": None,
         "reliability": report.reliability(),
+        "simulated": simulated(one, report),
+    }
+
+
+def simulated(one: GridCell, report: Report) -> dict[str, float | None] | None:
+    """What theory says of simulated drafts; None of others.
+
+    Returns:
+        "alpha", "depth"; "formula" of arXiv:2211.17192, and what is "expected" of texts that end,
+        both tokens per round; None without a round.
+    """
+    alpha, depth = one.args.simulate, one.args.depth
+    if alpha is None:
+        return None
+    most = one.args.max_new_tokens
+    walks = [geometric(len(each.tokens) - 1, most, alpha, depth) for each in report.requests]
+    rounds = sum(walk.rounds for walk in walks)
+    return {
+        "alpha": alpha,
+        "depth": depth,
+        "formula": expected_tokens(alpha, depth),
+        "expected": sum(walk.tokens for walk in walks) / rounds if rounds else None,
     }
 
 
@@ -104,8 +132,7 @@ def training_history(head: Path) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
     by_step: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(path):
         kept = {name: row[key] for key, name in TRAINING.items() if key in row}
         if kept and "step" in row:
             by_step.setdefault(row["step"], {"step": row["step"]}).update(kept)

@@ -2,28 +2,33 @@
 
 from typing import Any
 
+FEW = 6
+"""Conversations below which intervals cover the truth less often than they say."""
+
 
 def print_report(result: dict[str, Any]) -> None:
     """One cell: by category, by position, by context, time, identity."""
-    print(
-        f"{'category':<18}{'prompts':>8}{'rounds':>8}{'length':>8}  {'95 % interval':<16}", end=""
-    )
-    print(f"{'accepted':>8}{'per request':>13}{'drafts':>8}{'width':>7}", end="")
-    print(f"{'tokens/s':>10}{'plain':>8}{'speedup':>9}")
+    print(f"{'':<35}{'tokens per round':>24}{'accepted':>10}{'per':>10}{'drafted':>9}", end="")
+    print(f"{'rows':>9}{'tokens/s':>10}{'tokens/s':>10}{'speed-':>8}")
+    print(f"{'category':<18}{'turns':>8}{'rounds':>9}{'(bonus in, 95 %)':>24}", end="")
+    print(f"{'per round':>10}{'request':>10}{'a round':>9}{'verified':>9}{'drafts':>10}", end="")
+    print(f"{'plain':>10}{'up':>8}")
     for name, group in [*sorted(result["by_category"].items()), ("all", result)]:
-        print(f"{name:<18.18}{group['num_prompts']:>8}{group['num_drafts']:>8}", end="")
-        print(f"{_number(group['acceptance_length']):>8}  ", end="")
-        print(f"{_interval(group['acceptance_length_interval']):<16}", end="")
-        print(f"{_number(group['accepted_per_round']):>8}", end="")
-        print(f"{_number(group['acceptance_length_per_request']):>13}", end="")
-        print(f"{_number(group['draft_tokens_per_round'], 1):>8}", end="")
-        print(f"{_number(group['verify_width'], 1):>7}", end="")
+        interval = _interval(group["acceptance_length_interval"])
+        print(f"{name:<18.18}{group['num_prompts']:>8}{group['num_drafts']:>9}", end="")
+        print(f"{_number(group['acceptance_length']):>10} {interval:>13}", end="")
+        print(f"{_number(group['accepted_per_round']):>10}", end="")
+        print(f"{_number(group['acceptance_length_per_request']):>10}", end="")
+        print(f"{_number(group['draft_tokens_per_round'], 1):>9}", end="")
+        print(f"{_number(group['verify_width'], 1):>9}", end="")
         print(f"{_number(group['tokens_per_second'], 1):>10}", end="")
-        print(f"{_number(group['plain_tokens_per_second'], 1):>8}", end="")
-        print(f"{_number(group['speedup']):>9}")
+        print(f"{_number(group['plain_tokens_per_second'], 1):>10}", end="")
+        print(f"{_number(group['speedup']):>8}")
+    if result["num_conversations"] < FEW:
+        print(f"note: {result['num_conversations']} conversations: intervals are rough")
     rates = result["acceptance_by_position"]
     if rates["survival"]:
-        print("\nposition   " + "".join(f"{n:>7}" for n in range(1, len(rates["survival"]) + 1)))
+        print("\ndraft      " + "".join(f"{n:>7}" for n in range(1, len(rates["survival"]) + 1)))
         for name in ("survival", "conditional"):
             print(f"{name:<11}" + "".join(f"{_number(rate, 3):>7}" for rate in rates[name]))
     buckets = result["by_context"]
@@ -32,13 +37,14 @@ def print_report(result: dict[str, Any]) -> None:
         lengths = (f"{bucket['acceptance_length']:>8.2f}" for bucket in buckets)
         print("length       " + "".join(lengths))
     print_time(result)
+    print_simulated(result)
     print_identity(result)
 
 
 def print_time(result: dict[str, Any]) -> None:
     """Where the time went, and what confidence is worth."""
     seconds, total = result["seconds"], result["seconds"]["total"]
-    if total:
+    if total and result["num_drafts"]:
         names = ("round",) if seconds["round"] else ("target", "draft")
         parts = (f"{name} {seconds[name] / total:.1%}" for name in (*names, "other"))
         print(f"\ndecoding time: {', '.join(parts)} of {total:.1f} s")
@@ -47,6 +53,18 @@ def print_time(result: dict[str, Any]) -> None:
             f"confidence: AUC {_number(result['confidence_auc'], 3)}, error of the predicted "
             f"survival {_number(result['confidence_error'], 3)} over "
             f"{result['confidence_drafts']} drafts"
+        )
+
+
+def print_simulated(result: dict[str, Any]) -> None:
+    """Theory beside drafts of a chosen quality."""
+    theory = result["simulated"]
+    if theory is not None:
+        print(
+            f"simulated drafts, alpha {theory['alpha']:g}, chains of {theory['depth']}: the "
+            f"formula gives {theory['formula']:.2f} tokens per round, with the ends of these texts "
+            f"{_number(theory['expected'])}; measured {_number(result['acceptance_length'])} "
+            f"{_interval(result['acceptance_length_interval'])}"
         )
 
 
@@ -71,15 +89,18 @@ def print_identity(result: dict[str, Any]) -> None:
 def print_summary(cells: list[dict[str, Any]]) -> None:
     """All cells of a grid, one line each."""
     width = max(len(cell["name"]) for cell in cells)
-    print(f"\n{'cell':<{width}}  {'length':>8}  {'95 % interval':<16}{'accepted':>8}", end="")
-    print(f"{'predicted':>11}{'speedup':>9}  output")
+    print(f"\n{'':<{width}}{'tokens per round':>26}{'predicted':>11}{'accepted':>11}{'speed-':>9}")
+    print(f"{'cell':<{width}}{'(bonus in, 95 %)':>26}{'':>11}{'per round':>11}{'up':>9}  output")
     for cell in cells:
         same = {None: "not compared", True: "identical", False: "NOT identical"}[cell["identical"]]
         prediction = cell["prediction"]
         expected = None if prediction is None else prediction["tau"]["value"]
-        print(f"{cell['name']:<{width}}  {_number(cell['acceptance_length']):>8}  ", end="")
-        print(f"{_interval(cell['acceptance_length_interval']):<16}", end="")
-        print(f"{_number(cell['accepted_per_round']):>8}{_number(expected):>11}", end="")
+        interval = _interval(cell["acceptance_length_interval"])
+        print(
+            f"{cell['name']:<{width}}{_number(cell['acceptance_length']):>12} {interval:>13}",
+            end="",
+        )
+        print(f"{_number(expected):>11}{_number(cell['accepted_per_round']):>11}", end="")
         print(f"{_number(cell['speedup']):>9}  {same}")
 
 

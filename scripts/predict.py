@@ -21,8 +21,8 @@ from drafters.export import read_head
 from inference.costs import CostTable
 from inference.evaluation import Prompt, request_seed
 from inference.generate import plain_generate, speculative_generate
-from inference.prediction import Answer
-from inference.prediction_warnings import Decoded
+from inference.prediction.alarms import Decoded
+from inference.prediction.predict import Answer
 from inference.proposers import HeadProposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.verify import RULES

@@ -131,10 +131,11 @@ def shared_settings(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 def parts_of(cell: dict[str, Any]) -> dict[str, str]:
     """A cell's setting in words."""
+    theory = cell.get("simulated")
     return {
         "temperature": f"T = {cell['temperature']:g}",
         "rule": str(cell["rule"]),
-        "size": size_name(cell["size"]),
+        "size": size_name(cell["size"]) if theory is None else f"alpha {theory['alpha']:g}",
     }
 
 

@@ -19,7 +19,7 @@ TAU = "tokens per target forward"
 SUMMARY_HEAD = (
     "", "τ with bonus", "95 % interval", "τ without bonus", "per request, with",
     "per request, without", "speed-up", "output", "near ties", "tokens/s", "plain tokens/s",
-    "rounds", "drafts a round",
+    "conversations", "turns", "skipped", "rounds", "drafts a round",
 )  # fmt: skip
 FOLDED = 16
 """Tables of more rows are folded."""
@@ -73,6 +73,9 @@ def summary_row(series: Series) -> list[Any]:
         "–" if cell["identical"] is None else cell["near_ties"],
         number(cell["tokens_per_second"], 1),
         number(cell["plain_tokens_per_second"], 1),
+        cell["num_conversations"],
+        cell["num_prompts"],
+        cell["num_skipped"],
         cell["num_drafts"],
         number(cell["draft_tokens_per_round"], 1),
     ]

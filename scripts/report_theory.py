@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from inference.prediction_formulas import expected_tokens
+from inference.prediction.formulas import expected_tokens
 from scripts.report_data import Loaded, Series, interval_of, verify_costs, widths_used
 from scripts.report_figures import absent, figure_set, figures, forest
 from scripts.report_html import Html, details, interval, joined, number, percent, table, tag
@@ -168,7 +168,8 @@ def compared(series: Sequence[Series]) -> Html:
              "–" if gap is None else f"{gap['value']:+.3f}", interval(interval_of(gap), 3),
              "not compared" if against is None else "✓ within" if against["within"] else "✕ beyond"]
         )  # fmt: skip
-    head = ("", "predicted τ", "95 %", "measured τ", "95 %", "gap", "95 %", "verdict")
+    head = ("", "predicted τ", "95 %", "measured τ", "95 %", "gap", "95 %",
+            "verdict (99 %)")  # fmt: skip
     scale = axis("tokens per target forward: outline predicted, filled measured", ends)
     return joined([forest(rows, scale), table(head, numbers, "Prediction beside measurement")])
 

@@ -224,7 +224,7 @@ class _Batch:
 
     Attributes:
         rows: B of them.
-        ends: criteria that know when their rows end.
+        ends: what ends rows beside tokens and length.
         stops: what ends each row.
         max_new_tokens: of every row.
         pad: token behind the end of a row; None if all end together.
@@ -261,11 +261,11 @@ def _prepare(
             "pad_token_id= is needed, for rows that end before others are padded; set it in "
             "generation_config or pass it"
         )
-    ends = [RowEnd(row, others, tokens, limit) for row in rows]
+    ends = [RowEnd(row, others) for row in rows]
     return _Batch(
         rows=rows,
         ends=ends,
-        stops=[Stop(tuple(sorted(tokens)), (), (end,)) for end in ends],
+        stops=[Stop(tuple(sorted(tokens)), (), (end,) if others else ()) for end in ends],
         max_new_tokens=max(limit - input_ids.shape[1], 1),
         pad=None if padding is None else int(padding),
     )
@@ -287,7 +287,8 @@ class _Feed:
     """
 
     def __init__(self, streamer: BaseStreamer, batch: _Batch) -> None:
-        self.streamer, self.ends, self.pad = streamer, batch.ends, batch.pad
+        self.streamer, self.batch, self.pad = streamer, batch, batch.pad
+        self.last = [-1] * len(batch.rows)
         self.waiting: list[deque[int]] = [deque() for _ in batch.rows]
         self.given = [0] * len(batch.rows)
 
@@ -295,12 +296,16 @@ class _Feed:
         """Take new tokens of a row."""
         self.waiting[row].extend(tokens)
         self.given[row] += len(tokens)
-        while any(self.waiting) and all(map(self._ready, range(len(self.ends)))):
+        self.last[row] = tokens[-1]
+        while any(self.waiting) and all(map(self._ready, range(len(self.given)))):
             step = [tokens.popleft() if tokens else self.pad for tokens in self.waiting]
             self.streamer.put(torch.tensor(step))
 
     def _ready(self, row: int) -> bool:
-        return bool(self.waiting[row]) or self.given[row] == self.ends[row].new_tokens
+        """Whether a row has a token to give, or has ended."""
+        batch, tokens = self.batch, self.batch.stops[row].token_ids or ()
+        ended = self.given[row] in (batch.max_new_tokens, batch.ends[row].new_tokens)
+        return bool(self.waiting[row]) or ended or self.last[row] in tokens
 
 
 # Results ----------------------------------------------------------------------------------------

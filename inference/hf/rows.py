@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,31 +112,23 @@ def split_rows(
 
 
 class RowEnd(StoppingCriteria):
-    """The stopping criteria of `generate` for one row, which notes when it ends.
+    """The stopping criteria of `generate` for one row, which notes when they end it.
 
     Args:
         row: whose text is given without its padding.
-        criteria: what ends it, beside the next two.
-        tokens: end-of-sequence tokens.
-        limit: of the text's length, with padding.
+        criteria: what may end it, beside end-of-sequence tokens and the length.
     """
 
-    def __init__(
-        self,
-        row: Row,
-        criteria: Sequence[StoppingCriteria],
-        tokens: Collection[int],
-        limit: int,
-    ) -> None:
-        self.row, self.criteria, self.tokens, self.limit = row, criteria, tokens, limit
+    def __init__(self, row: Row, criteria: Sequence[StoppingCriteria]) -> None:
+        self.row, self.criteria = row, criteria
         self.new_tokens: int | None = None
-        """How many it has, once it has ended."""
+        """How many it has, once they have ended it."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """(1, T - P) text, after each token -> whether a criterion ends it."""
         text = self.row.text(input_ids)
         stop = any([self._ask(criterion, text) for criterion in self.criteria])
-        if stop or int(text[0, -1]) in self.tokens or text.shape[1] >= self.limit:
+        if stop:
             self.new_tokens = input_ids.shape[1] - len(self.row.prompt)
         return stop
 

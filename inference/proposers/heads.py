@@ -110,9 +110,12 @@ def own_options(options: TreeOptions, drafter: Drafter) -> TreeOptions:
                 f"the tree is {int(options.shape.depths.max())} deep but the head drafts {depth} "
                 "tokens: give a tree no deeper"
             )
-    if depth is None:
-        return replace(options, depth=DEPTH if options.depth is None else options.depth)
-    return replace(options, depth=depth if options.depth is None else min(options.depth, depth))
+    longest = options.depth or depth or DEPTH
+    if depth is not None:
+        longest = min(longest, depth)
+    if options.shape is None:  # a path of more tokens than the tree has would be drafted in vain
+        longest = min(longest, options.size - 1)
+    return replace(options, depth=longest)
 
 
 def default_tree(num_drafts: int, size: int, columns: int = 20) -> StaticTree:

@@ -16,7 +16,7 @@ class TreeOptions:
     Attributes:
         size: nodes the target verifies per round, root included.
         depth: longest drafted path. None takes all K tokens of a head that drafts so many, and
-            `DEPTH` where nothing ends by itself.
+            `DEPTH` where nothing ends by itself. A grown tree is at most ``size`` - 1 deep.
         top_k: nodes expanded per level and children per node; 1 drafts a chain, whatever tree a
             head has.
         sharpness: see :func:`inference.proposers.growth.node_scores`.

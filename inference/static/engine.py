@@ -113,6 +113,12 @@ class StaticEngine(Engine):
         """The graphs' buckets."""
         return None if self.graphs is None else BUCKETS
 
+    @property
+    def captured_seconds(self) -> float:
+        """Of its graphs, and of the engines of draft models."""
+        own = 0.0 if self.graphs is None else self.graphs.seconds
+        return own + sum(engine.captured_seconds for engine in self._beside)
+
     def tune(self) -> None:
         """Measure what depends on the number of threads: how far single rows are filled up."""
         self.least_rows = 1 if self._packed is None else best_rows(self.target.lm_head)
@@ -224,8 +230,8 @@ class StaticEngine(Engine):
             entering = F.pad(entering, (0, 0, 0, ids.shape[1] - width))
         with (
             self._timed(ids, layers, run, part),
+            self.target.only(part, entering),  # may ask the model first, as it is without rows
             tree_attention_of(self.target),
-            self.target.only(part, entering),
         ):
             out = self._checked(run, ids, positions, rows, layers, logits_to_keep)
         return first_rows(out, width)

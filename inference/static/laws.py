@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from inference.sampling import SamplingParams, Stream, keep_top_k, score_dtype
+from inference.sampling import MASS, SamplingParams, Stream, exact_mass, keep_top_k, score_dtype
 from inference.static.noise import race
 
 Number = TypeVar("Number", int, float)
@@ -177,7 +177,7 @@ def keep_top_p(scores: Tensor, top_p: float | Tensor) -> Tensor:
         top_p: below 1; or (B, 1, ..., 1), rows of 1 mean nothing.
     """
     probs = torch.softmax(scores, dim=-1)
-    mass, double = probs.double(), probs.dtype == torch.float64
+    mass, double, wanted = exact_mass(probs), probs.dtype == torch.float64, top_p * MASS
     bits = probs.view(torch.int64) if double else probs.view(torch.int32).to(torch.int64)
     edge = torch.zeros_like(bits[..., :1])
     above = torch.zeros_like(mass[..., :1])  # the mass of what is larger, as far as it is known
@@ -190,12 +190,12 @@ def keep_top_p(scores: Tensor, top_p: float | Tensor) -> Tensor:
         empty = mass.new_zeros(*mass.shape[:-1], 1 << width)
         sums = empty.scatter_add(-1, digit, counted)
         reached = above + sums.flip(-1).cumsum(-1).flip(-1)  # by tokens of this digit or larger
-        found = ((reached >= top_p).sum(-1, keepdim=True) - 1).clamp_min(0)
+        found = ((reached >= wanted).sum(-1, keepdim=True) - 1).clamp_min(0)
         above = reached.gather(-1, found) - sums.gather(-1, found)
         edge = edge << width | found
     tied = bits == edge
     before = above + mass * (tied.cumsum(-1) - 1)
-    return scores.masked_fill((bits < edge) | (tied & (before >= top_p)), -torch.inf)
+    return scores.masked_fill((bits < edge) | (tied & (before >= wanted)), -torch.inf)
 
 
 # Draws ------------------------------------------------------------------------------------------

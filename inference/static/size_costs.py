@@ -13,7 +13,7 @@ import json
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,15 +24,17 @@ import torch
 
 from inference.auto import drafters_hash
 from inference.controller import ControllerSettings
-from inference.costs import MachineKey, check_writable, machine_key
+from inference.costs import MachineKey, check_writable, current_table, machine_key
 from inference.priors import Memory
 from inference.proposers.heads import HeadProposer
+from inference.proposers.laws import proposal_kind
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine
 from inference.static.draft_base import Committed
 from inference.static.rounds import EAGER_ROUNDS, Kind, Rounds
 from inference.static.sizes import ARM, PLAIN, FastestSizes, Form, SizedProposer, sizes_of
 from inference.survival import Prior
+from inference.tree import Proposal
 
 FORMAT = 1
 CONTEXTS = (128, 1024)
@@ -77,6 +79,16 @@ class RoundTable:
     def forms(self) -> frozenset[Form]:
         """All that were measured."""
         return frozenset(form for form, _, _ in self.points)
+
+    def of(self, forms: Collection[Form]) -> RoundTable:
+        """These forms alone, and the plain step.
+
+        Args:
+            forms: that were measured.
+        """
+        kept = {PLAIN, *forms}
+        points = {point: value for point, value in self.points.items() if point[0] in kept}
+        return RoundTable(self.key, points)
 
     def seconds(self, form: Form, context: float, batch: float) -> float:
         """Of a whole round.
@@ -206,16 +218,16 @@ def measured_rounds(
         ValueError: the table cannot be saved there.
     """
     params, target = sampling or SamplingParams(), engine.target
-    name = f"{engine.name} {rule} {_law_name(params)}"
+    name = f"{engine.name} {rule} {_law_name(params, proposal_kind(rule, params, head.draws))}"
     drafters = drafters_hash({ARM: head})
     key = machine_key(target.device, target.dtype, target.fingerprint(), name, drafters)
     wanted = {(form, p, b) for form in [PLAIN, *forms] for p in contexts for b in batches}
     if path is not None:
-        if path.exists():
-            found = RoundTable.load(path)
-            if found.key == key and wanted <= found.points.keys():
-                return found
-            say("rounds are measured anew: of another machine, head or rule, or not all of them")
+        found, reasons = current_table(path, key, RoundTable.load)
+        if found is not None and wanted <= found.points.keys():
+            return found.of(forms)
+        for reason in reasons or ["the table does not cover what may be drafted"]:
+            say(f"rounds are measured anew: {reason}")
         check_writable(path)
     start = time.perf_counter()
     points: dict[tuple[Form, int, int], float] = {}
@@ -232,12 +244,13 @@ def measured_rounds(
     return table
 
 
-def _law_name(params: SamplingParams) -> str:
-    """What of the target's law takes time."""
+def _law_name(params: SamplingParams, kind: Proposal) -> str:
+    """What of the target's law and of the drafts takes time."""
     if params.temperature == 0:
         return "greedy"
     kept = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
-    return " ".join(["sampled", *(name for name, value in kept.items() if value is not None)])
+    warpers = [name for name, value in kept.items() if value is not None]
+    return " ".join(["sampled", *warpers, kind.name.lower()])
 
 
 @torch.inference_mode()

@@ -45,13 +45,6 @@ Form = tuple[int, int, int]
 PLAIN: Form = (0, 1, 1)
 
 
-def form_of(options: TreeOptions) -> Form:
-    """What trees of these options have at most; chains have one node per level."""
-    if options.top_k == 1:
-        return options.longest, 1, options.longest + 1
-    return options.longest, options.top_k, options.size
-
-
 def default_forms(options: TreeOptions) -> list[Form]:
     """Sizes worth preparing, up to that of some trees; each is a graph of its own on CUDA.
 

@@ -9,6 +9,7 @@ Legend: n places.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,8 +34,9 @@ NEARLY = 0.9
 """A hypothesis explains a head as well as the best one with this part of its gain."""
 EXPLAINED = 0.25
 """A leak explains a head that has at most this part of the skill it has with the leak."""
-PROMPT_SKILL = 0.25
-"""How much more skill on prompts than on answers says that the mask was wrong."""
+PROMPT_SKILL, PROMPT_Z = 0.1, 4.0
+"""How much more skill on prompts than on answers, and at how many standard errors, says that the
+mask was wrong."""
 COVERAGE = 0.6
 """Share of the target's tokens that a draft vocabulary should cover."""
 
@@ -136,7 +138,7 @@ class Search:
         self.constant = evidence.constant()
 
     def run(self) -> list[Finding]:
-        """Find faults until no hypothesis wins."""
+        """Find faults until no hypothesis wins, or one that only explains."""
         while len(self.found) < MAX_FAULTS and (best := self._best()):
             hypothesis, scores, (head, view) = best
             depth = hypothesis.depth
@@ -152,6 +154,8 @@ class Search:
                 )
             )
             self.head, self.view, self.scores = head, view, self.evidence.measure(head, view)
+            if hypothesis.leaks:  # the head is not as it was in training: nothing more to learn
+                break
         return self.found
 
     def _best(self) -> tuple[Hypothesis, list[Score], tuple[Drafter, View]] | None:
@@ -224,7 +228,7 @@ def check_learned(search: Search, evidence: Evidence, explained: bool) -> list[F
     """
     score, constant = search.scores[0], search.constant
     error = score.overlap.double().std().item() / math.sqrt(len(score.overlap))
-    numbers = {"overlap": score.mean, "one law for all": constant}
+    numbers: dict[str, Any] = {"overlap": score.mean, "one law for all": constant}
     found = []
     untrained = score.mean < constant + 3 * error
     prompts = evidence.measure(search.head, search.view, "prompt")
@@ -255,8 +259,8 @@ def _compare_parts(answer: Score, prompt: Score, floor: float, prompt_floor: flo
     variance = answer.overlap.double().var().item() / len(answer.overlap)
     variance += prompt.overlap.double().var().item() / len(prompt.overlap)
     z = (other - skill) / max(math.sqrt(variance), 1e-9)
-    numbers = {"skill on answers": skill, "skill on prompts": other}
-    if other - skill >= PROMPT_SKILL and z >= 5:
+    numbers: dict[str, Any] = {"skill on answers": skill, "skill on prompts": other}
+    if other - skill >= PROMPT_SKILL and z >= PROMPT_Z:
         return fault(
             "mask",
             "it drafts prompts better than answers: prompts were supervised, answers were not",

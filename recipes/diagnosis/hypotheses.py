@@ -7,8 +7,10 @@ Legend: D hidden, V / Vd target / draft vocabulary, F captured layers.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,10 +141,8 @@ def _nearest_rows(head: Drafter) -> Tensor | None:
     """(Vd,) the target's row that each row of the output matrix resembles most, where that is a
     map; trained rows stay near the ones they started from.
     """
-    modules = [module for module in head.output_modules() if module is not None]
-    weights = [w for module in modules for w in module.parameters() if w.ndim == 2]
-    vocab = head.draft_vocab
-    if not weights or vocab is None or weights[0].shape[1] != head.target.hidden_size:
+    weights, vocab = variants.output_matrices(head), head.draft_vocab
+    if not weights or vocab is None:
         return None
     own = torch.nn.functional.normalize(weights[0].detach().float(), dim=-1)
     theirs = torch.nn.functional.normalize(head.target.lm_head.weight.float(), dim=-1)
@@ -235,7 +235,8 @@ def _matrices(head: Drafter) -> Iterator[Hypothesis]:
 
 def _norms(head: Drafter, view: View) -> Iterator[Hypothesis]:
     for message, fix, change in _NORM_CHANGES:
-        yield Hypothesis("norm", message, fix, change=change)
+        subtle = change is variants.normed_residual
+        yield Hypothesis("norm", message, fix, change=change, subtle=subtle)
     yield Hypothesis(
         "norm",
         "the other one of normed and plain output was fed back in training",
@@ -273,8 +274,10 @@ def _mask_tokens(head: Drafter) -> Iterator[Hypothesis]:
     if not isinstance(head, DFlashDrafter):
         return
     target, stored = head.target, head.config.mask_token_id
-    special = sorted(target.tokenizer.all_special_ids)[:16]
-    for token in dict.fromkeys((choose_mask_token(target), *special)):
+    candidates = sorted(target.tokenizer.all_special_ids)[:16]
+    with suppress(ValueError):  # every token may occur in text
+        candidates.insert(0, choose_mask_token(target))
+    for token in dict.fromkeys(candidates):
         if token != stored and 0 <= token < target.vocab_size:
             yield Hypothesis(
                 "mask token",
@@ -285,19 +288,22 @@ def _mask_tokens(head: Drafter) -> Iterator[Hypothesis]:
 
 
 def _pairing(head: Drafter, view: View) -> Iterator[Hypothesis]:
-    def one(message: str, leaks: bool, **shifts: int) -> Hypothesis:
+    if view.feature_shift or view.token_shift or view.label_shift:
+        return
+
+    def one(message: str, leaks: bool, **shifts: Any) -> Hypothesis:
         fix = (
             "row t holds (feature of t, embedding of t+1) and is trained on token t+2: train again"
         )
         return Hypothesis("pairing", message, fix, replace(view, **shifts), leaks=leaks)
 
-    yield one("features are those of the row before", False, feature_shift=view.feature_shift - 1)
-    yield one("features are those of the row after", True, feature_shift=view.feature_shift + 1)
+    yield one("features are those of the row before", False, feature_shift=-1)
+    yield one("features are those of the row after", True, feature_shift=1)
     if head.shape != "independent":
-        yield one("tokens are those of the row before", False, token_shift=view.token_shift - 1)
-        yield one("tokens are those of the row after", True, token_shift=view.token_shift + 1)
-    yield one("drafts are trained on the token before", True, label_shift=view.label_shift - 1)
-    yield one("drafts are trained on the token after", False, label_shift=view.label_shift + 1)
+        yield one("tokens are those of the row before", False, token_shift=-1)
+        yield one("tokens are those of the row after", True, token_shift=1)
+    yield one("drafts are trained on the token before", True, label_shift=-1)
+    yield one("drafts are trained on the token after", False, label_shift=1)
 
 
 def reading(head: Drafter, view: View, hypothesis: Hypothesis) -> tuple[Drafter, View] | None:

@@ -103,10 +103,21 @@ def swapped_gates(head: Drafter) -> bool:
 class _Twice(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.weight = norm, norm.get_parameter("weight")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.norm(x))
+
+
+class _Skipped(nn.Module):
+    """Keeps the scale, as heads take their dtype from it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.get_parameter("weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def final_norm_twice(head: Drafter) -> bool:
@@ -116,7 +127,7 @@ def final_norm_twice(head: Drafter) -> bool:
 
 def no_final_norm(head: Drafter) -> bool:
     """The output goes unnormed into the output matrix."""
-    return _replace(_final_norms(head), lambda norm: nn.Identity())
+    return _replace(_final_norms(head), _Skipped)
 
 
 def target_final_norm(head: Drafter) -> bool:
@@ -132,7 +143,7 @@ def target_final_norm(head: Drafter) -> bool:
 
 def no_feature_norm(head: Drafter) -> bool:
     """The feature goes unnormed into the first layer."""
-    return _replace(_feature_norms(head), lambda norm: nn.Identity())
+    return _replace(_feature_norms(head), _Skipped)
 
 
 def toggled_norm_output(head: Drafter) -> bool:
@@ -248,14 +259,20 @@ def with_theta(theta: float) -> Change:
 
 def target_output_rows(head: Drafter) -> bool:
     """The target's rows in place of the head's own output matrix."""
-    modules = [module for module in head.output_modules() if module is not None]
-    weights = [weight for module in modules for weight in module.parameters() if weight.ndim == 2]
+    weights = output_matrices(head)
     vocab = head.draft_vocab
     if vocab is not None and vocab.unique().numel() < vocab.numel():
         return False
     for weight in weights:
         weight.copy_(head.head_rows().to(weight))
     return bool(weights)
+
+
+def output_matrices(head: Drafter) -> list[Tensor]:
+    """The head's own matrices of the shape (Vd, D); DSpark's low-rank bias is none."""
+    shape = (head.config.draft_vocab_size, head.config.hidden_size)
+    modules = [module for module in head.output_modules() if module is not None]
+    return [w for module in modules for w in module.parameters() if tuple(w.shape) == shape]
 
 
 def with_mask_token(token: int) -> Change:

@@ -11,6 +11,7 @@ CELL = {
     "name": "T=0 match size 4",
     "prediction": None,
     "reliability": None,
+    "speedup": 2.0,
     "by_category": {},
 }
 RESULT: dict[str, Any] = {

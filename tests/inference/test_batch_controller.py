@@ -263,6 +263,18 @@ def test_an_arm_that_drafts_for_all_in_one_pass_costs_what_the_longest_costs() -
     assert by_row.choose(short)[0].depth > depth  # one cannot pay for a pass of three
 
 
+def test_a_pass_for_all_is_as_deep_as_those_go_that_have_decided() -> None:
+    """The others draft along for nothing, and cannot make it shorter."""
+    costs, arm = costs_of("packed", step=0.2), Arm("head", 6, together=True)
+    deep = Choice("head", 5, 1, 6, 2.0, 1.0)
+    controller = BatchController([arm], costs, known(0.7), SURE)
+    found = controller.choose({0: Situation(0, 99), 1: Situation(0, 2)}, {2: deep})
+    assert (found[0].depth, found[1].depth) == (5, 2)
+    assert found[0].seconds == pytest.approx(
+        costs.verify(6, 0, 3) + costs.draft("head", 5, 1, 3) + costs.rest(3)
+    )
+
+
 def test_catching_up_is_spread_over_the_rounds_to_come() -> None:
     costs = costs_of("eager")
     rows = {row: Situation(0, 99) for row in range(3)}

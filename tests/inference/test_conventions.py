@@ -83,3 +83,27 @@ def test_what_is_defined_on_chains_refuses_trees(run: Run) -> None:
         conventions.eagle_n_alpha(trees)
     with pytest.raises(ValueError, match="chains"):
         conventions.deepspec_tau(replace(run, rounds=[replace(traced(), id="b")]))
+
+
+def test_no_rounds_no_number(run: Run) -> None:
+    """And not a crash: a text may end with the token of its prefill."""
+    bare = replace(run, requests=[replace(run.requests[0], tokens=[1], pieces=["a"])], rounds=[])
+    of_rounds = [
+        conventions.acceptance_length,
+        conventions.eagle_tau,
+        conventions.survival,
+        conventions.conditional,
+        conventions.vllm_mean_acceptance_length,
+        conventions.vllm_draft_acceptance_rate,
+        conventions.specforge_simulated_acc_len,
+    ]
+    for convention in of_rounds:
+        with pytest.raises(ValueError, match="no such round"):
+            convention([])
+    for of_run in (
+        conventions.sglang_accept_length,
+        conventions.speed_bench_average_al,
+        conventions.deepspec_tau,
+    ):
+        with pytest.raises(ValueError, match="no such round"):
+            of_run(bare)

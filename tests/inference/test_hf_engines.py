@@ -11,6 +11,7 @@ from drafters import TargetModel
 from inference.engines import build_engine
 from inference.hf import speculative
 from inference.proposers.ngram import NgramProposer
+from tests.blocks import block_head
 from tests.tiny import tiny_target
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
@@ -23,8 +24,7 @@ def generate(target: TargetModel, **options: Any) -> list[list[int]]:
         max_new_tokens=16,
         do_sample=False,
         custom_generate=speculative,
-        drafter=NgramProposer(8, 4, 2),
-        **options,
+        **{"drafter": NgramProposer(8, 4, 2), **options},
     )
     return found.tolist()
 
@@ -51,6 +51,16 @@ def test_the_callers_own_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls
 
 
+def test_a_head_drafts_on_the_device() -> None:
+    """Nothing but tokens and the length ends these texts; criteria are the host's."""
+    target = tiny_target(torch.float64)
+    head = block_head(target, "eagle3", dtype=torch.float64)
+    expected = generate(target)
+    assert generate(target, drafter=head, engine="device") == expected
+    with pytest.raises(ValueError, match="tokens and lengths only: use engine='packed'"):
+        generate(target, drafter=head, engine="device", max_time=60.0)
+
+
 def test_engines_that_cannot_be_meant_are_refused() -> None:
     target, other = tiny_target(torch.float64), tiny_target(torch.float64, seed=1)
     with pytest.raises(ValueError, match="engine= must be one of eager, packed"):
@@ -59,8 +69,8 @@ def test_engines_that_cannot_be_meant_are_refused() -> None:
         generate(target, engine=build_engine(other, "packed"))
     with pytest.raises(ValueError, match="another TargetModel of this model"):
         generate(target, engine=build_engine(target, "packed"))
-    with pytest.raises(ValueError, match="device"):
-        generate(target, engine="device")  # n-grams are not drafted there
+    with pytest.raises(ValueError, match="drafts with trained heads, not NgramProposer"):
+        generate(target, engine="device")
 
 
 def test_an_engine_does_not_keep_the_model() -> None:

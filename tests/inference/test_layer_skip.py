@@ -101,6 +101,14 @@ def test_static_engines_draft_the_same_trees(target: TargetModel, kind: str, lea
     assert trees[0] == trees[1]
 
 
+@pytest.mark.parametrize("layers", [(1, 3), (2,)])
+def test_static_engines_may_be_the_first_to_run_some_layers(layers: tuple[int, ...]) -> None:
+    """Nothing has asked this target yet what its layers return."""
+    fresh = tiny_target()
+    found = decode(fresh, LayerSkipProposer(layers=layers), engine=StaticEngine(fresh))
+    assert found.sequences == plain(fresh, GREEDY)
+
+
 @pytest.mark.slow
 def test_compiled_parts_of_a_target_are_made_once(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch

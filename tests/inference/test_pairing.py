@@ -1,6 +1,7 @@
 """Paired comparison on records made by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,11 @@ def question(
     category: str = "all",
     prompt: int = 7,
     plain: float | None = 2.0,
+    turns: int = 1,
 ) -> Question:
-    return Question(category, prompt, emitted, emitted - rounds, rounds, 1.0, plain, ((1, 2),))
+    slow = None if plain is None else (emitted, plain)
+    texts = ((1, 2),) * turns
+    return Question(category, prompt, emitted, emitted - rounds, rounds, 1.0, slow, texts)
 
 
 def made(name: str, *questions: Question) -> Contender:
@@ -58,6 +62,30 @@ def test_no_plain_no_speedup() -> None:
     found = versus(one, two, ["q0"])
     assert found.speedup is None and found.speedup_difference is None
     assert versus(two, one, ["q0"]).speedup is not None
+
+
+def test_speedups_are_of_tokens_per_second() -> None:
+    """Drawn texts need not be as long as plain ones: 20 tokens in 1 s over 40 in 4 s are 2."""
+    own = replace(question(20), plain=(40, 4.0))
+    found = versus(made("own", own, own), made("two", question(20), question(20)), ["q0", "q1"])
+    assert found.speedup is not None and found.speedup.value == pytest.approx(2.0)
+    assert found.speedup_difference is not None
+    assert found.speedup_difference.value == pytest.approx(0.0)
+    assert found.speedup_difference.interval == pytest.approx([0.0, 0.0])
+
+
+def test_questions_of_other_turns_are_left_out() -> None:
+    one, two = made("one", question(20), question(20)), made("two", question(20, turns=2))
+    with pytest.raises(ValueError, match="--turns"):
+        common_questions([one, two])
+    two = made("two", question(20, turns=2), question(20))
+    assert common_questions([one, two]) == ["q1"]
+
+
+def test_without_rounds_nobody_wins() -> None:
+    one, two = made("one", question(0, 0)), made("two", question(0, 0))
+    (found,) = winners([one, two], ["q0"])
+    assert found.name == "-" and not found.clear
 
 
 def test_winners_by_category() -> None:

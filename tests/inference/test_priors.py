@@ -79,6 +79,15 @@ def test_an_arm_that_does_not_draft_here_is_left_alone(tmp_path: Path) -> None:
     assert set(memory(tmp_path).read(pytest.fail)) == {"head", "ngram"}
 
 
+def test_a_run_of_smaller_trees_loses_nothing_of_larger_ones(tmp_path: Path) -> None:
+    one = memory(tmp_path)
+    one.write(COUNTS, pytest.fail)
+    one.write({"head": ([[3.0]], [[4.0]])}, pytest.fail)
+    assert one.read(pytest.fail)["head"].rates == [[3 / 4, 1 / 3], [2 / 5, 0.0]]
+    one.write({"head": ([[0.0, 1.0, 2.0]] * 3, [[9.0, 9.0, 9.0]] * 3)}, pytest.fail)
+    assert one.read(pytest.fail)["head"].rates == [[0.0, 1 / 9, 2 / 9]] * 3
+
+
 def test_a_file_of_another_target_or_law_is_left_aside(tmp_path: Path) -> None:
     memory(tmp_path).write(COUNTS, pytest.fail)
     [line] = said_by(replace(memory(tmp_path), target="shape:9"))
@@ -116,6 +125,7 @@ def test_a_damaged_file_costs_a_message_and_is_replaced(tmp_path: Path, text: st
         ([[1.0]], [[4.0], [4.0]]),
         ([["1"]], [[4.0]]),
         ([[float("nan")]], [[4.0]]),
+        ([[float("inf")]], [[float("inf")]]),
         (3, [[4.0]]),
     ],
 )

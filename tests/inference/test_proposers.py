@@ -11,6 +11,7 @@ from torch import Tensor
 from drafters import FAMILIES, Eagle3Drafter, MedusaDrafter, TargetModel, build_drafter
 from inference.cache import TreeCache
 from inference.engine import EagerEngine
+from inference.generate import speculative_generate
 from inference.proposers import (
     HeadProposer,
     MedusaProposer,
@@ -373,6 +374,33 @@ def test_trees_are_as_deep_as_the_head_drafts(
     assert build_proposer(head, TreeOptions(size=9)).options.longest == (most or 5)
     assert build_proposer(head, TreeOptions(depth=2)).options.depth == 2
     assert build_proposer(head, TreeOptions(depth=20)).options.depth == (most or 20)
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_no_level_is_drafted_that_has_no_room(
+    target: TargetModel, head: Eagle3Drafter, top_k: int, rule: str
+) -> None:
+    """Trees are those that were grown deeper and cut."""
+    for size in (2, 3, 4):
+        found = []
+        for depth in (size - 1, 6):
+            proposer = build_proposer(head, TreeOptions(size, top_k=top_k))
+            assert proposer.options.depth == size - 1
+            proposer.options = replace(proposer.options, depth=depth)
+            sampling = SamplingParams(0.0 if rule == "match" else 1.0, seed=3)
+            out = speculative_generate(
+                target,
+                proposer,
+                [[3, 4, 5]],
+                max_new_tokens=12,
+                sampling=sampling,
+                rule=rule,
+                record_rounds=True,
+            )
+            trees = [done.tree for done in out.rounds]
+            found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees])
+        assert found[0] == found[1]
 
 
 def test_chains_are_chains_whatever_tree_the_head_has(target: TargetModel) -> None:

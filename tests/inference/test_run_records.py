@@ -16,6 +16,7 @@ from tests.inference.recorded import small_run, traced
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     run = small_run()
     run.rounds[0] = replace(traced(), emitted=[2, 3, 4], accepted=2)
+    run.rounds[1:3] = [replace(each, context=each.context - 1) for each in run.rounds[1:3]]
     run.requests[0] = replace(
         run.requests[0], tokens=[1, 2, 3, 4, 6, 7, 8], pieces=["ä"] * 7, difference={"gap": None}
     )
@@ -64,6 +65,10 @@ def with_other_cell(run: Run) -> None:
     run.rounds[5] = replace(run.rounds[5], cell=1)
 
 
+def with_other_context(run: Run) -> None:
+    run.rounds[1] = replace(run.rounds[1], context=14)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -74,6 +79,7 @@ def with_other_cell(run: Run) -> None:
         (with_twin, "same id and turn"),
         (with_other_tokens, "'b' did not emit its tokens"),
         (with_other_cell, "of cell 1: no such"),
+        (with_other_context, r"context 14, but 10 \+ 1 \+ 4 tokens"),
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(
@@ -123,6 +129,13 @@ def test_a_trace_that_contradicts_itself_is_refused(change: dict[str, Any], mess
         ('{"kind": "tree"}', "line 10: kind must be request or round"),
         ("[]", "line 10: not a JSON object"),
         ("{", "line 10: not JSON"),
+        ('{"kind": NaN}', "line 10: not JSON .NaN is no number"),
+        (
+            '{"kind": "request", "cell": 0, "id": "c", "category": "a", "turn": 0, "pieces": [], '
+            '"prompt_tokens": 1, "tokens": 3, "seconds": {}, "plain_seconds": null, '
+            '"difference": null, "plain_tokens": null}',
+            "line 10: .*len",
+        ),
         ('{"kind": "request", "cell": 0}', "line 10: RequestRecord: missing keys .*'tokens'"),
     ],
 )
@@ -172,10 +185,13 @@ def test_a_full_disk_leaves_no_half_of_a_run(
 
 
 def test_numbers_must_be_finite(tmp_path: Path) -> None:
+    """And a run that is not written does not cost the one that was there."""
     run = small_run()
+    write_run(tmp_path, run)
     run.result["costs"] = float("nan")
     with pytest.raises(ValueError, match=r"[Oo]ut of range"):
         write_run(tmp_path, run)
+    assert read_run(tmp_path) == small_run()
 
 
 def test_a_round_without_drafts() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafters import Drafter, TargetModel, build_drafter
 from recipes.diagnosis import Diagnosis, Evidence, Serving, diagnose, gather, load_head
 from tests.tiny import END, SPECIALS, START, tiny_tokenizer
+from tests.training.toys import pair_rows
 from training.chat import TokenizedRow
 from training.data import collate
 from training.features import TargetBatch, run_target
@@ -56,10 +58,12 @@ def small_target(seed: int = 0) -> TargetModel:
 
 
 @torch.no_grad()
-def written(target: TargetModel, count: int, seed: int) -> Tensor:
-    """(count, LENGTH) random prompts with the target's answers, drawn at temperature 1."""
+def written(target: TargetModel, count: int, seed: int, words: int = V) -> Tensor:
+    """(count, LENGTH) random prompts of the first ``words`` tokens with the target's answers, drawn
+    at temperature 1.
+    """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(len(SPECIALS), V, (count, PROMPT), generator=generator)
+    ids = torch.randint(len(SPECIALS), words, (count, PROMPT), generator=generator)
     while ids.shape[1] < LENGTH:
         law = target.forward(ids, logits_to_keep=1).logits[:, -1].softmax(-1)
         law[:, SPECIALS.index(END)] = 0
@@ -67,14 +71,19 @@ def written(target: TargetModel, count: int, seed: int) -> Tensor:
     return ids
 
 
-def evidence_of(target: TargetModel, count: int = 14) -> Evidence:
+def evidence_of(target: TargetModel, count: int = 14, words: int = V) -> Evidence:
     """Text that no head was trained on."""
-    ids = written(target, count, seed=9).tolist()
+    ids = written(target, count, 9, words).tolist()
     return gather(target, [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids])
 
 
 def trained(
-    target: TargetModel, family: str, handed: Data | None = None, **options: Any
+    target: TargetModel,
+    family: str,
+    handed: Data | None = None,
+    later: int = 0,
+    words: int = V,
+    **options: Any,
 ) -> Drafter:
     """A head after a few seconds of training.
 
@@ -82,12 +91,14 @@ def trained(
         target: the teacher.
         family: of the head.
         handed: what training hands to the head in place of what it should.
+        later: each label is drafted from a row that much later than the right one.
+        words: tokens that prompts are made of.
         **options: of the head.
     """
-    ids = written(target, 256, seed=0)
+    ids = written(target, 256, 0, words)
     head = build_drafter(family, target, **{**OPTIONS.get(family, {}), **options})
     head.set_draft_vocab(torch.bincount(ids.flatten(), minlength=V))
-    steps = {"steps": 2} if family in RECURSIVE else {}
+    steps: dict[str, Any] = {"steps": 2} if family in RECURSIVE else {}
     objective = build_objective(head, ObjectiveOptions(chunk=0, **steps))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     batches = []
@@ -99,7 +110,9 @@ def trained(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     head.train()
     for step in range(total):
-        loss, metrics = objective(batches[step % len(batches)])
+        with pytest.MonkeyPatch.context() as patch:
+            pair_rows(patch, later)
+            loss, metrics = objective(batches[step % len(batches)])
         (loss / metrics["loss_0_count"]).backward()
         optimizer.step()
         schedule.step()

@@ -51,16 +51,6 @@ def evidence(target: TargetModel) -> Evidence:
     return evidence_of(target)
 
 
-def earlier(data: TargetBatch) -> TargetBatch:
-    """Hidden states captured one row late: row t holds that of t-1."""
-    return TargetBatch(data.batch, data.features, data.last_hidden.roll(1, 1))
-
-
-def ahead(data: TargetBatch) -> TargetBatch:
-    """Hidden states of the row after, which know what is to be foretold."""
-    return TargetBatch(data.batch, data.features, data.last_hidden.roll(-1, 1))
-
-
 def prompts_only(data: TargetBatch) -> TargetBatch:
     """The mask of the prompt in place of the answer's."""
     data.batch.supervised[:, PROMPT:] = False
@@ -68,10 +58,9 @@ def prompts_only(data: TargetBatch) -> TargetBatch:
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "early features": {"family": "eagle1", "handed": earlier},
-    "late features": {"family": "eagle1", "handed": ahead},
-    "medusa ahead": {"family": "medusa", "handed": ahead},
-    "prompts": {"family": "eagle3", "handed": prompts_only},
+    "token before": {"family": "medusa", "later": 1},
+    "token after": {"family": "eagle1", "later": -1},
+    "prompts": {"family": "eagle1", "handed": prompts_only, "words": 12},
     "confident": {"family": "eagle3", "confidence_head": True},
     "whole": {"family": "eagle3", "draft_vocab_size": None},
 }
@@ -205,10 +194,8 @@ NATIVE: list[tuple[str, str, str, Any, Any]] = [
     ("norm.weight lost", "mtp", "norm", None, lowered_norms),
     ("short range", "eagle3", "rope", field(max_position_embeddings=64), None),
     ("flat drafts", "eagle3", "sampler", field(draft_temperature=6.0), None),
-    ("hidden states one early", "medusa ahead", "pairing", None, None),
-    ("features one late", "early features", "pairing", None, None),
-    ("features one early", "late features", "pairing", None, None),
-    ("supervised prompts", "prompts", "mask", None, None),
+    ("trained on the token before", "token before", "pairing", None, None),
+    ("trained on the token after", "token after", "pairing", None, None),
     ("another target", "eagle3", "fingerprint", recorded(weights="0"), None),
     ("another template", "eagle3", "template", recorded(chat_template="0"), None),
 ]  # fmt: skip
@@ -238,6 +225,13 @@ def test_two_faults_are_both_found(
     assert faults(diagnosed(folder, target, evidence)) == {"concat", "layer ids"}
 
 
+def test_a_head_that_learned_prompts_alone(heads: Heads, target: TargetModel) -> None:
+    """Prompts of few words, which the target's answers leave behind."""
+    text = evidence_of(target, 40, words=12)
+    assert "mask" not in faults(diagnosed(heads("eagle1"), target, text))
+    assert "mask" in faults(diagnosed(heads("prompts"), target, text))
+
+
 def test_an_untrained_head_is_no_riddle(
     heads: Heads, target: TargetModel, evidence: Evidence, tmp_path: Path
 ) -> None:
@@ -247,7 +241,9 @@ def test_an_untrained_head_is_no_riddle(
                 tensors[name] = noise(tensor)
 
     folder = edited(heads("mtp"), tmp_path / "broken", None, random)
-    assert "trained" in faults(diagnosed(folder, target, evidence))
+    found = diagnosed(folder, target, evidence)
+    assert faults(found) == {"tensors"}
+    assert [f.verdict for f in found.findings if f.check == "trained"] == ["unknown"]
 
 
 def test_a_vocabulary_of_other_text_is_named(
@@ -379,7 +375,6 @@ def sequence(*steps: Any) -> Callable[[Config, Tensors], None]:
 SGLANG: list[tuple[str, set[str], Any]] = [
     ("vLLM's names", set(), vllm_names),
     ("speculators", set(), speculators),
-    ("no record of layers", {"layer ids"}, lambda c, t: (c.pop(IDS), c.pop("eagle_config"))),
     ("lists that contradict", {"layer ids"}, lambda c, t: flip_layers(c)),
     ("SGLang's ids at the top", {"layer ids"}, lambda c, t: sglang_ids_at_the_top(c)),
     ("absolute d2t", {"vocabulary"}, lambda c, t: absolute(t)),
@@ -425,6 +420,19 @@ def test_a_file_of_another_trainer(
     folder = write_foreign(tmp_path / "broken", fields, weights)
     found = diagnosed(folder, target, evidence)
     assert faults(found) == named, "\n".join(finding.line() for finding in found.faults)
+
+
+def test_layers_that_no_file_records_are_unknown(
+    heads: Heads, target: TargetModel, tmp_path: Path
+) -> None:
+    """The engines' default is taken, and said to be a guess."""
+
+    def silent(config: Config) -> None:
+        del config[IDS], config["eagle_config"]
+
+    loaded = load_head(edited(heads("sglang"), tmp_path / "silent", silent), target)
+    assert [(found.check, found.verdict) for found in loaded.findings] == [("layer ids", "unknown")]
+    assert loaded.layers == (0, 3, 5)
 
 
 def write_foreign(folder: Path, config: Config, tensors: Tensors) -> Path:

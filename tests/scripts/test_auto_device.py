@@ -64,6 +64,16 @@ def test_auto_measures_rounds_and_decodes_the_same_text(models: list[str]) -> No
 
 
 @pytest.mark.usefixtures("quick")
+def test_rounds_are_measured_with_the_warpers_that_they_have(models: list[str]) -> None:
+    args = model_args(models, "--size", "auto", "--depth", "1", "--branch", "1")
+    args.temperature, args.top_p = 1.0, 0.8
+    target = load_target(args)
+    load_proposer(args, target, DeviceEngine(target))
+    table = RoundTable.load(Path(args.head) / "rounds-device-match-sampled.json")
+    assert table.key.engine == "device match sampled top_p one_hot"
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -68,6 +68,11 @@ def test_without_drafts_of_a_size_nothing_is_predicted(text: str) -> None:
     assert predicted("ours:head:4", None) == {}
 
 
+def test_of_wider_trees_than_the_table_has_nothing_is_said() -> None:
+    """A race is over by then, and must not be lost."""
+    assert predicted("ours:head:32", rounds=[[1, 4, 3, 2], [1, 5, 3, 5]]) == {}
+
+
 def test_whose_drafts_the_table_knows() -> None:
     head, ngram, model = parse_contenders(["ours:head", "ours:ngram", "ours:draft-model"])
     one = CostTable(KEY, {(1, 0, 1): 0.1}, {("eagle3", 1, 1, 1): 0.1})

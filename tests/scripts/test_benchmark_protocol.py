@@ -226,7 +226,8 @@ def test_a_waiting_worker_uses_no_time(make) -> None:
 def test_ctrl_c_ends_the_children() -> None:
     """The parent alone gets the signal; its workers must not outlive it."""
     program = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignored"
 sys.path.insert(0, {str(FOLDER)!r})
 from contextlib import closing
 from benchmark_protocol import Worker

@@ -261,6 +261,32 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
     assert chat.answer("go on")
 
 
+def test_ctrl_c_between_answers_does_not_end_the_program(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may come while the prompt is encoded, or while the summary is written."""
+
+    def interrupted(*args: Any) -> list[int]:
+        raise KeyboardInterrupt
+
+    chat = make_chat(target, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_module, "encode_prompt", interrupted)
+        patch.setattr("builtins.input", keys("hello", "hi", "/exit"))
+        converse(chat)
+    assert capsys.readouterr().out.count("[stopped]") == 2
+    assert chat.messages == [] and chat.answer("hello")
+
+
+def test_running_text_cannot_command_the_terminal() -> None:
+    tokenizer, written = byte_tokenizer(), []
+    printer = Printer(TokenText(tokenizer), False, False, written.append)
+    text = "a\x1b[2J\x07b\n\tc 👩\u200d🚀"
+    printer.tokens(0, tokenizer(text)["input_ids"])
+    printer.finish()
+    assert "".join(written) == "a\\x1b[2J\\x07b\n\tc 👩\u200d🚀\n" and printer.answer == text
+
+
 def test_a_conversation_that_does_not_fit_says_what_to_do(target: TargetModel) -> None:
     chat = make_chat(target, [])
     with pytest.raises(ValueError, match="/new"):

@@ -189,6 +189,29 @@ def test_every_form_of_prompt_is_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "prompts: 1 have several turns; only the first is used\n"
 
 
+def test_names_stay_on_one_line_and_text_is_text(tmp_path: Path) -> None:
+    """Names go into tables and files; half a surrogate pair goes nowhere."""
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "a", "id": "\x1b[31m|\n<b>", "category": " two\u2028lines\t\ud800 "},
+        {"prompt": "b", "id": "\n", "category": "\x00"},
+    )
+    with pytest.raises(ValueError, match=r"row 1: .*surrogates"):
+        load_prompts(path)
+    path = path.replace("prompts", "names")
+    write_lines(
+        Path(path),
+        {"prompt": "a", "id": "\x1b[31m|\n<b>", "category": " two\u2028lines\t"},
+        {"prompt": "b", "id": "\n", "category": "\x00"},
+    )
+    names = [(row["id"], row["category"]) for row in load_prompts(path)]
+    assert names == [("[31m| <b>", "two lines"), ("2", "all")]
+    text = tmp_path / "lines.txt"
+    text.write_text("one\u2028still one\n\ntwo\x0cstill two\r\n", encoding="utf-8")
+    lines = [row["line"] for row in load_prompts(str(text))]
+    assert lines == ["one\u2028still one", "two\x0cstill two"]
+
+
 def test_all_turns_are_kept_if_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ def write(
     *,
     temperatures: tuple[float, ...] = (0.0,),
     fingerprint: str = "abc",
+    speedup: float | None = 2.0,
     **settings: Any,
 ) -> Path:
     """A run whose cells all decoded the same: one question per list of accepted counts."""
@@ -27,6 +28,7 @@ def write(
             "name": f"T={temperature:g} match 8",
             "prediction": None,
             "reliability": None,
+            "speedup": speedup,
             "by_category": {},
         }
         for temperature in temperatures
@@ -43,13 +45,17 @@ def write(
     requests, rounds = [], []
     for cell in range(len(cells)):
         for number, counts in enumerate(accepted):
-            name, length = f"q{number}", 5
+            name, length = f"q{number}", 6
             tokens = [0] * (1 + sum(count + 1 for count in counts))
             pieces = ["x"] * len(tokens)
             times = {"prefill": 0.1, "target": 1.0, "draft": 0.2, "total": float(len(counts))}
             plain = {"prefill": 0.1, "total": float(len(tokens))}
             category = "code" if number % 2 else "talk"
-            requests.append(RequestRecord(cell, name, category, 0, 5, tokens, pieces, times, plain))
+            requests.append(
+                RequestRecord(
+                    cell, name, category, 0, 5, tokens, pieces, times, plain, None, len(tokens)
+                )
+            )
             for place, count in enumerate(counts):
                 new = [0] * (count + 1)
                 rounds.append(RoundRecord(cell, name, 0, place, length, 7, 4, 8, count, new, False))
@@ -89,6 +95,30 @@ def test_cells_of_one_run_are_contenders_by_temperature(
     assert [group["temperature"] for group in record["groups"]] == [1.0]
     names = [each["name"] for each in record["groups"][0]["contenders"]]
     assert names == ["two T=1 match 8", "one T=1 match 8"]
+
+
+def test_names_and_ties_in_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar in a name is no new column; the first of equals did not win."""
+    one, two = write(tmp_path / "a|b", [[1], [2]]), write(tmp_path / "c", [[1], [3]])
+    compare.main([str(one), str(two)])
+    out, record = last_line(capsys)
+    tables = [line for line in out.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in tables} == {8, 7}
+    assert "a\\|b" in out and "| talk | 1 | 2.00 | 2.00 | tie | +0.00 |" in out
+    assert "| code | 1 | 3.00 | 4.00 | c | +1.00 |" in out
+    speedup = record["groups"][0]["contenders"][0]["speedup"]["value"]
+    assert speedup == pytest.approx((5 / 2) / (5 / 7))  # behind the prefills; plainly 3 s and 4 s
+
+
+def test_speeds_that_are_not_of_like_decoding_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of simulated drafts, or of batches against texts decoded one by one."""
+    fair, other = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]], speedup=None)
+    compare.main([str(fair), str(other)])
+    first, second = last_line(capsys)[1]["groups"][0]["contenders"]
+    assert first["speedup"]["value"] > 0
+    assert second["speedup"] is None and second["speedup_difference"] is None
 
 
 def test_a_text_without_rounds_is_no_crash(

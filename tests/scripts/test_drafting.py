@@ -225,6 +225,15 @@ def test_confidence_for_another_decoder_is_named(
     assert not capsys.readouterr().err
 
 
+def test_auto_itself_tells_how_sure_drafts_must_be(models: list[str], tmp_path: Path) -> None:
+    target = load_target(model_args(models))
+    save_sure_head(target, tmp_path)
+    args = model_args([*models, "--head", str(tmp_path)], "--min-confidence", "0.2")
+    args.size = "auto"
+    with pytest.raises(ValueError, match="--min-confidence has no effect with --size auto"):
+        load_proposer(args, target)
+
+
 def save_sure_head(target: TargetModel, folder: Path) -> None:
     head = build_drafter("eagle3", target, confidence_head=True)
     head.set_draft_vocab(torch.ones(target.vocab_size))

@@ -152,11 +152,12 @@ def test_the_written_run_holds_every_round(
     assert traced == {("greeting", 0), ("3", 0)}
 
 
-@pytest.mark.parametrize("name", ["result.json", "taken"])
+@pytest.mark.parametrize("name", ["result.json", "taken", "taken/run/one"])
 def test_a_run_is_a_folder(command: list[str], tmp_path: Path, name: str) -> None:
+    """What cannot be written is refused before anything is measured."""
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match=r"--out .* name a folder"):
-        main([*command, "--out", str(tmp_path / name)])
+    with pytest.raises(ValueError, match=r"--out .* folder"):
+        main([*command, "--out", str(tmp_path / name), "--target", "nowhere"])
 
 
 def test_a_full_disk_does_not_cost_the_result(
@@ -196,9 +197,11 @@ def test_training_history_is_read_beside_the_head(tmp_path: Path) -> None:
         {"step": 10, "eval/acceptance_length": 1.2, "eval/accepted_per_round": 0.2},
         {"step": 20, "train/loss": 2.0, "train/tokens": 1400},
         {"note": "no step"},
+        {"step": 30, "train/loss": None},
     ]
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(text + '{"step": 40, "train/lo')  # a training that is still running
     assert training_history(tmp_path / "head") == [
         {
             "step": 10,
@@ -208,6 +211,7 @@ def test_training_history_is_read_beside_the_head(tmp_path: Path) -> None:
             "accepted_per_round": 0.2,
         },
         {"step": 20, "loss": 2.0, "tokens": 1400},
+        {"step": 30, "loss": None},
     ]
 
 
@@ -234,3 +238,20 @@ def test_a_damaged_head_is_named(command: list[str], tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(data[:cut])
     with pytest.raises(ValueError, match="damaged or cut short"):
         main([*command, "--head", str(tmp_path)])
+
+
+@pytest.mark.parametrize("tokens", ["1", "2"])
+def test_texts_of_one_round_and_of_none(
+    command: list[str], tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The token of the prefill belongs to no round, so the first has nothing to say."""
+    options = ["--limit", "1", "--predict", "--out", str(tmp_path / "run")]
+    assert main([*command, "--max-new-tokens", tokens, *options]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["num_drafts"] == int(tokens) - 1 and "nan" not in out
+    assert result["acceptance_length"] == (None if tokens == "1" else 1.0)
+    assert result["acceptance_length_interval"] is None and result["speedup_interval"] is None
+    assert (result["tokens_per_second"] is None) == (tokens == "1")
+    assert ("raise --max-new-tokens" in out) == (tokens == "1")
+    assert read_run(tmp_path / "run").cells[0]["num_prompts"] == 1

@@ -145,9 +145,15 @@ def test_simulated_drafts_from_the_command_line(
 ) -> None:
     bare = [word for word in command if word not in command[2:4]]  # no --head
     assert main([*bare, "--simulate", "1", "--depth", "4"]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["identical"] is True
+    out = capsys.readouterr().out
+    line = json.loads(out.splitlines()[-1])
+    assert line["identical"] is True and line["name"] == "T=0 match alpha 1"
     assert line["acceptance_length"] > 3  # 9 tokens: 5, 4
+    theory = line["simulated"]
+    assert (theory["alpha"], theory["depth"], theory["formula"]) == (1.0, 4, 5.0)
+    assert theory["expected"] == pytest.approx(line["acceptance_length"])
+    assert "formula gives 5.00 tokens per round" in out
+    assert line["speedup"] is None and line["plain_tokens_per_second"] > 0
     with pytest.raises(ValueError, match="--head has no effect on simulated drafts"):
         main([*command, "--simulate", "1"])
     with pytest.raises(ValueError, match="--size has no effect on simulated drafts"):

@@ -224,7 +224,7 @@ def test_too_few_samples_are_inconclusive(
 def test_without_an_accepted_draft_nothing_is_proven(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "load_proposer", lambda args, target: DraftsNothing())
+    monkeypatch.setattr(script, "load_proposer", lambda *args: DraftsNothing())
     assert main([*command, "--rule", "match"]) == 3
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])

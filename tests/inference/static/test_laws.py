@@ -3,6 +3,7 @@
 Letters: B sequences, V vocabulary.
 """
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,17 @@ def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_first_stay() -> None:
 def test_as_the_host_keeps_them(top_p: float) -> None:
     scores = some_logits(6, 50257, dtype=torch.bfloat16).float() * 0.3
     assert torch.equal(keep_top_p(scores, top_p), sampling.keep_top_p(scores, top_p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_order_of_adding_up_moves_no_nucleus(dtype: torch.dtype) -> None:
+    """Laws of equal tokens, whose sums come out at top_p itself."""
+    draw = random.Random(2)
+    for _ in range(200):
+        count, top_p = draw.choice([4, 5, 8, 10, 16, 20]), draw.choice(range(1, 20)) / 20
+        scores = torch.tensor([[draw.randrange(2) for _ in range(count)]], dtype=dtype)
+        kept = keep_top_p(scores, top_p)
+        assert torch.equal(kept, sampling.keep_top_p(scores, top_p)), (scores, top_p)
 
 
 def test_what_all_sequences_share_stays_a_number() -> None:

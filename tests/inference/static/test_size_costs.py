@@ -113,7 +113,10 @@ def test_a_table_of_this_machine_is_not_measured_again(
 
     monkeypatch.setattr(size_costs, "_measured", measuring)
     first = measured_rounds(engine, head, FORMS, path)
-    assert measured_rounds(engine, head, FORMS[:1], path) == first
+    assert measured_rounds(engine, head, FORMS, path) == first
+    fewer = measured_rounds(engine, head, FORMS[:1], path)
+    assert fewer.forms == {PLAIN, FORMS[0]}, "what was not asked for is not drafted"
+    assert fewer.seconds(FORMS[0], 300, 1) == first.seconds(FORMS[0], 300, 1)
     assert len(measured) == 1
     measured_rounds(engine, head, [*FORMS, (2, 1, 3)][:2], path, rule="coupled")
     assert measured == ["match", "coupled"]
@@ -124,6 +127,26 @@ def test_a_table_of_this_machine_is_not_measured_again(
     RoundTable(replace(other.key, torch="9"), other.points).save(path)
     measured_rounds(engine, head, FORMS, path, sampling=SamplingParams(0.7, top_p=0.9))
     assert len(measured) == 6
+    for draws in ("all", "one", "none"):  # three kinds of trees
+        head.options = replace(head.options, draws=draws)
+        for _ in range(2):
+            measured_rounds(
+                engine, head, FORMS, path, rule="rejection", sampling=SamplingParams(1.0)
+            )
+    assert len(measured) == 9
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1, "rounds": [[1]]}'])
+def test_a_damaged_table_is_measured_anew(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, said = build_proposer(head_of("eagle3")), list[str]()
+    engine, path = DeviceEngine(head_of("eagle3").target), tmp_path / "rounds-device.json"
+    points = {(form, p): 1.0 for form in [PLAIN, *FORMS] for p in (128, 1024)}
+    monkeypatch.setattr(size_costs, "_measured", lambda *arguments: points)
+    path.write_text(text)
+    found = measured_rounds(engine, head, FORMS, path, say=said.append)
+    assert "no table of rounds" in said[0] and RoundTable.load(path) == found
 
 
 def test_a_read_only_folder_is_told_before_anything_is_measured(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from inference.static.sizes import (
     Form,
     SizedProposer,
     default_forms,
-    form_of,
 )
 from inference.static.tree import DraftTree
 from inference.survival import Outcome
@@ -376,7 +375,8 @@ def test_sizes_to_prepare() -> None:
     assert forms[:4] == [(1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6)]
     assert forms[4:] == [(3, 8, 8), (4, 8, 16), (5, 8, 32)]
     assert default_forms(TreeOptions(depth=2, top_k=1)) == [(1, 1, 2), (2, 1, 3)]
-    assert [form_of(options) for options in sized("hydra", [0])[0].sizes] == FORMS
+    sizes = sized("hydra", [0])[0].sizes
+    assert [(options.longest, options.top_k, options.size) for options in sizes] == FORMS
     with pytest.raises(ValueError, match="one size at least"):
         SizedProposer(build_proposer(head_of("hydra")), [], fastest())
 

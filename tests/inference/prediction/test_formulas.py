@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inference.prediction_formulas import (
+from inference.prediction.formulas import (
     ALPHAS,
     Point,
     alpha_of,

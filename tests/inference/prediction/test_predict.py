@@ -16,10 +16,10 @@ from torch import Tensor
 import inference.decoding as decoding_module
 from drafters import TargetModel, TargetOutput
 from inference.generate import plain_generate, speculative_generate
-from inference.prediction import Answer, Prediction, predict
-from inference.prediction_formulas import expected_tokens
-from inference.prediction_rounds import walk
-from inference.prediction_warnings import Decoded, compare, warnings_of
+from inference.prediction.alarms import Decoded, compare, warnings_of
+from inference.prediction.formulas import expected_tokens
+from inference.prediction.predict import Answer, Prediction, predict
+from inference.prediction.rounds import walk
 from inference.proposers import HeadProposer, Proposer, RowState, TreeOptions, build_proposer
 from inference.proposers.growth import new_tree
 from inference.sampling import SamplingParams

@@ -3,7 +3,7 @@
 Pure: the standard library. Given the text that a lossless decoder emits, the starts of its rounds
 are a Markov chain over the positions: a round that starts at position i accepts at least d drafts
 with a chance S_d(i) that depends on the text alone, whatever came before (see
-`inference.prediction_pass` for the S of each rule). So the expected rounds of a text need no
+`inference.prediction.teacher` for the S of each rule). So the expected rounds of a text need no
 decoding:
 
     V(i) = 1 + sum over n of (S_n(i) - S_{n+1}(i)) · V(i + n + 1),     V = 0 behind the end.
@@ -85,6 +85,22 @@ def walk(survival: Survival, depths: Sequence[float], longest: int | None = None
             if depth <= len(kept):
                 accepted[depth - 1] += here * chain[depth]
     return Walk(visits, accepted, reached, emitted)
+
+
+def geometric(text: int, most: int, alpha: float, depth: int) -> Walk:
+    """Rounds through a text whose drafts are right with one probability, each by a coin of its own.
+
+    Behind the ends of texts no draft is made, so this is below `formulas.expected_tokens`.
+
+    Args:
+        text: m.
+        most: new tokens that the decoding was allowed, the prefill's included.
+        alpha: the probability.
+        depth: drafts per round.
+    """
+    rooms = [min(text - place, most - 2 - place, depth) for place in range(text)]
+    rows = [[alpha**deep for deep in range(1, room + 1)] for room in rooms]
+    return walk(rows, [float(max(room, 0)) for room in rooms])
 
 
 def conditional_acceptance(

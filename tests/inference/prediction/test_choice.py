@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from inference.prediction_choice import best_sizes, fitted, rank_table, replayed, static_survival
-from inference.prediction_text import Answer, Look
+from inference.prediction.choice import best_sizes, fitted, rank_table, replayed, static_survival
+from inference.prediction.text import Answer, Look
 from inference.static_tree import static_tree
 
 

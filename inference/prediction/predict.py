@@ -1,12 +1,12 @@
 """What decoding will give, from one teacher-forced pass over texts of the target.
 
-The texts are those of plain decoding at the same temperature. `inference.prediction_pass` says what
-a round at each position would accept, `inference.prediction_rounds` where rounds start. Where the
-decoder must emit these very texts (temperature 0, rules `match` and `coupled`) the prediction is a
-replay, round by round, and what differs is rounding or a fault. Where it draws texts of its own,
-both are samples of the same law, and the intervals tell how far apart they may be.
+The texts are those of plain decoding at the same temperature. `inference.prediction.teacher` says
+what a round at each position would accept, `inference.prediction.rounds` where rounds start. Where
+the decoder must emit these very texts (temperature 0, rules `match` and `coupled`) the prediction
+is a replay, round by round, and what differs is rounding or a fault. Where it draws texts of its
+own, both are samples of the same law, and the intervals tell how far apart they may be.
 
-    from inference.prediction import Answer, predict
+    from inference.prediction.predict import Answer, predict
     prediction = predict(target, proposer, [Answer(prompt_ids, new_ids, 64, sampling)], "match")
     prediction.tau.value, prediction.to_dict()
 
@@ -23,12 +23,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from drafters import TargetModel
-from inference.prediction_choice import Best, best_sizes
-from inference.prediction_formulas import Point, curves, expected_tokens, path_tokens
-from inference.prediction_intervals import Estimate, ratio
-from inference.prediction_pass import deepest, kind_of, look_at
-from inference.prediction_rounds import Walk, conditional_acceptance, pooled, walk
-from inference.prediction_text import MEASURES, Answer, Look
+from inference.intervals import Estimate, ratio
+from inference.prediction.choice import Best, best_sizes
+from inference.prediction.formulas import Point, curves, expected_tokens, path_tokens
+from inference.prediction.rounds import Walk, conditional_acceptance, pooled, walk
+from inference.prediction.teacher import deepest, kind_of, look_at
+from inference.prediction.text import MEASURES, Answer, Look
 from inference.proposers import HeadProposer
 from inference.schedule import RoundCosts
 from inference.verify import SAME_TOKENS
@@ -86,7 +86,7 @@ class Prediction:
         looks: one per text with more than one new token.
         costs: of rounds; None if unknown.
         arm: the head's name in ``costs``.
-        comparison: with a decode, see `inference.prediction_warnings.compare`; None before one.
+        comparison: with a decode, see `inference.prediction.alarms.compare`; None before one.
     """
 
     setting: Setting
@@ -257,9 +257,9 @@ class Prediction:
             "text": {"argmax_share", "surprise" mean -log p, "entropy" its expectation, "z"}.
             "by_category": {name: {"requests", "tau"}}.
             "per_request": {"id", "category", "turn", "emitted", "rounds"}.
-            "curves": see `prediction_formulas.curves`, and "point".
-            "best": see `prediction_choice.Best.to_dict`.
-            "comparison": see `prediction_warnings.compare`; None before there is a decode.
+            "curves": see `prediction.formulas.curves`, and "point".
+            "best": see `prediction.choice.Best.to_dict`.
+            "comparison": see `prediction.alarms.compare`; None before there is a decode.
         """
         positions = sum(one.tokens for one in self.walks)
         rounds, rows = (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from inference.prediction import Prediction, Setting
-from inference.prediction_text import Answer, Look
-from inference.prediction_warnings import Agreement, Decoded, agreement_of, compare, warnings_of
+from inference.prediction.alarms import Agreement, Decoded, agreement_of, compare, warnings_of
+from inference.prediction.predict import Prediction, Setting
+from inference.prediction.text import Answer, Look
 from inference.sampling import SamplingParams
 
 M = 30

@@ -6,7 +6,7 @@ whether this begins with the first round (what comes out of the prompt) or behin
 and the draft cache leave). Where it draws texts of its own, only averages can be compared, and the
 interval of their gap decides. It is a 99 % interval: about one false alarm in a hundred cells.
 
-Letters: m tokens that the rounds of a text emit, S survival as in `inference.prediction_rounds`.
+Letters: m tokens that the rounds of a text emit, S survival as in `inference.prediction.rounds`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.prediction import Prediction
-from inference.prediction_intervals import Estimate, Pair, gap, gap_by_t, ratio
-from inference.prediction_text import Look
+from inference.intervals import Estimate, Pair, gap, gap_by_t, ratio
+from inference.prediction.predict import Prediction
+from inference.prediction.text import Look
 
 LEAST = 0.01
 """Of the acceptance length: a smaller gap is no gap where rounds are replayed."""
@@ -109,7 +109,8 @@ def compare(
     Returns:
         "tau": interval of the measured acceptance length. "gap": interval of measured less
         predicted, over the same requests (of those with the same text, where rounds are replayed).
-        "within": whether nothing is wrong with the gap. "rounds_agree": share of rounds as
+        "alarm": the same at 99 %; a gap that it keeps from zero raises a warning where rounds are
+        drawn. "within": whether nothing is wrong with the gap. "rounds_agree": share of rounds as
         replayed, None where rounds are drawn. "texts_differ": requests with another text than
         predicted from, 0 where texts are drawn. "warnings": {"cause", "message"}, the likeliest
         first.
@@ -125,11 +126,13 @@ def compare(
     predicted, measured = _pairs(prediction, compared)
     found = gap(measured, predicted)
     agreement = agreement_of(alike) if exact else None
-    within = _within(gap_by_t(measured, predicted), predicted, agreement)
+    wide = gap_by_t(measured, predicted)
+    within = _within(wide, predicted, agreement)
     warned = _causes(prediction, found, within, agreement, identical, sum(differ) / len(matched))
     record = {
         "tau": ratio(*_pairs(prediction, matched)[1]).to_dict(),
         "gap": found.to_dict(),
+        "alarm": wide.to_dict(),
         "within": within,
         "rounds_agree": None if agreement is None else agreement.share,
         "texts_differ": sum(differ),

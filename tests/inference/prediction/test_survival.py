@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from inference.prediction_survival import chain_survival, drawn_survival, path_survival
+from inference.prediction.survival import chain_survival, drawn_survival, path_survival
 from inference.tree import Proposal, TokenTree
 from tests.inference.oracles import (
     Laws,

@@ -6,7 +6,7 @@ Letters: m tokens that rounds emit.
 import pytest
 import torch
 
-from inference.prediction_text import Answer, Look, TextLaws
+from inference.prediction.text import Answer, Look, TextLaws
 from inference.sampling import SamplingParams
 from tests.tiny import tiny_target
 

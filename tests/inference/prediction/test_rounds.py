@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference.prediction_formulas import expected_tokens
-from inference.prediction_rounds import Walk, conditional_acceptance, pooled, walk
+from inference.prediction.formulas import expected_tokens
+from inference.prediction.rounds import Walk, conditional_acceptance, geometric, pooled, walk
 
 
 def random_survival(m: int, depth: int, seed: int) -> list[list[float]]:
@@ -104,3 +104,13 @@ def test_pooling_pads() -> None:
     assert pooled(walks, "accepted") == [2.0, 3.0]
     assert pooled(walks, "reached") == [6.0] and pooled(walks, "emitted") == [0.5, 1.0]
     assert pooled([], "emitted") == []
+
+
+def test_geometric_rounds() -> None:
+    """By hand: two tokens, one draft at most, as the last token of the length is never drafted."""
+    assert geometric(2, 3, 0.5, 4).rounds == pytest.approx(1.5)
+    assert geometric(2, 9, 0.5, 4).rounds == pytest.approx(1.5)  # the draft may end the text
+    assert geometric(9, 10, 1.0, 4).rounds == 2.0 and geometric(9, 10, 0.0, 4).rounds == 9.0
+    assert geometric(0, 10, 0.5, 4).rounds == 0.0
+    tokens = geometric(4000, 4001, 0.7, 4)
+    assert tokens.tokens / tokens.rounds == pytest.approx(expected_tokens(0.7, 4), abs=3e-3)

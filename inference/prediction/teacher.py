@@ -3,7 +3,7 @@
 The target sees the whole text at once, without a cache. At every position a round is drafted by the
 code that the decoder drafts with, from the target's hidden states of that pass. What the round
 would accept follows from laws and text alone, without verifying anything
-(`inference.prediction_survival`). So it shares with the decoder the head's drafting, and neither
+(`inference.prediction.survival`). So it shares with the decoder the head's drafting, and neither
 the target's cache, tree attention, commits and verification, nor the coins.
 
 Letters: m tokens that rounds emit, K depths, V target vocabulary, Vd draft vocabulary.
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from drafters import TargetModel
 from inference.engine import EagerEngine
-from inference.prediction_survival import (
+from inference.prediction.survival import (
     chain_survival,
     drawn_survival,
     path_survival,
     share_of,
 )
-from inference.prediction_text import MEASURES, Answer, Look, TextLaws
+from inference.prediction.text import MEASURES, Answer, Look, TextLaws
 from inference.proposers import HeadProposer, RowState
 from inference.proposers.base import Session
 from inference.proposers.laws import draft_law, proposal_kind

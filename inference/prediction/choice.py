@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.prediction_rounds import walk
-from inference.prediction_text import Look
+from inference.prediction.rounds import walk
+from inference.prediction.text import Look
 from inference.schedule import RoundCosts, plain_step
 from inference.static_tree import StaticTree, optimal_static_tree
 
