@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from inference.files import write_whole
+
 FORMAT = 1
 FILE = "costs.json"
 """Its name in the folder of a head."""
@@ -277,10 +279,8 @@ class CostTable:
             path: of the file, or of the head's folder.
         """
         path = costs_path(path)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            fresh.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
-            os.replace(fresh, path)
+            write_whole(path, [json.dumps(self.to_dict()) + "\n"])
         except OSError as error:
             raise ValueError(
                 f"costs: {path} cannot be written ({error.strerror}): give another path"

@@ -18,12 +18,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.files import write_whole
 from inference.schedule import may_look
 from inference.survival import Prior
 from inference.tree import Proposal
@@ -133,10 +133,8 @@ class Memory:
                 "tried": [[round(value, 4) for value in row] for row in tried],
             }
         record = {"format": FORMAT, "target": self.target, "law": self.law.name, "arms": found}
-        fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
-            fresh.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            os.replace(fresh, self.path)
+            write_whole(self.path, [json.dumps(record) + "\n"])
         except OSError as error:
             say(f"{self.path} cannot be written ({error.strerror}): what was learnt is not kept")
 

@@ -13,13 +13,12 @@ Letters: N tree nodes, root included.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from inference.files import write_whole
 
 FORMAT = 1
 RESULT, RECORDS = "result.json", "records.jsonl"
@@ -206,8 +205,8 @@ def write_run(folder: Path, run: Run) -> None:
     (folder / RESULT).unlink(missing_ok=True)
     lines = [{"kind": "request", **asdict(each)} for each in run.requests]
     lines += [{"kind": "round", **asdict(each)} for each in run.rounds]
-    _replace(folder / RECORDS, (_json(line) + "\n" for line in lines))
-    _replace(folder / RESULT, [result])
+    write_whole(folder / RECORDS, (_json(line) + "\n" for line in lines))
+    write_whole(folder / RESULT, [result])
 
 
 def read_run(folder: Path) -> Run:
@@ -311,18 +310,3 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 def _not_finite(name: str) -> float:
     raise ValueError(f"{name} is no number")
-
-
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write a file that is whole or, whatever happens on the way, not touched."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -7,9 +7,7 @@ neither shows a traceback.
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from drafters import TargetModel
 from inference.engine import Engine
 from inference.engines import ENGINES, build_engine
 from inference.evaluation import Prompt
+from inference.files import write_whole
 from inference.sampling import SamplingParams
 from inference.threads import thread_counts, thread_seconds
 from inference.verify import ALL_RULES
@@ -119,17 +118,7 @@ def write_json_atomic(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file that is whole or, whatever happens on the way, not touched."""
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, [text])
 
 
 # Options ----------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ PURE = {
     "inference.conventions",
     "inference.cost_calibration",
     "inference.costs",
+    "inference.files",
     "inference.intervals",
     "inference.lossy",
     "inference.pairing",

@@ -10,7 +10,6 @@ Letters: B sequences, P committed tokens, R rows that a drafter takes in.
 from __future__ import annotations
 
 import json
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 from inference.auto import drafters_hash
 from inference.controller import ControllerSettings
 from inference.costs import MachineKey, check_writable, current_table, machine_key
+from inference.files import write_whole
 from inference.priors import Memory
 from inference.proposers.heads import HeadProposer
 from inference.proposers.laws import proposal_kind
@@ -145,9 +145,7 @@ class RoundTable:
         """Write it; a reader sees the old table or the new one."""
         points = [[*form, p, b, value] for (form, p, b), value in sorted(self.points.items())]
         record = {"format": FORMAT, "key": asdict(self.key), "rounds": points}
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        write_whole(path, [json.dumps(record) + "\n"])
 
     @classmethod
     def load(cls, path: Path) -> RoundTable:
