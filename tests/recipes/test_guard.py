@@ -30,7 +30,8 @@ def test_our_own_packages_pass() -> None:
 
 
 def test_ctrl_c_during_imports_is_one_line() -> None:
-    code = "import recipes, time; print('up', flush=True); time.sleep(60)"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "import recipes, time; print('up', flush=True); time.sleep(60)"
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
