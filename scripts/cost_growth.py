@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"measured in {time.perf_counter() - start:.0f} s")
     table = None
     if name in priors:
-        table = SurvivalEstimator(arm.depth, arm.top_k, priors[name], strength=0.0).table()
+        table = SurvivalEstimator(arm.depth, arm.top_k, priors[name]).table()
     cells = [
         cell_of(costs, arm, batch, context, size, table)
         for batch in args.batches

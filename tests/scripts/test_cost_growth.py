@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from inference.priors import Memory
 from inference.schedule import Arm
+from inference.survival import Prior
 from scripts.cost_growth import Cell, cell_of, main, parse_args, print_tables
 from tests.inference.costs import cost_table
 from tests.scripts.heads import save_models
@@ -68,6 +70,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(cell["needs"] >= 1.0 or cell["size"] > 1 for cell in found["cells"])
     assert found["survival"] is None
     assert sum(line.startswith("| batch | context | 1 | 3 | 4 |") for line in lines) == 2
+
+
+def test_counts_of_earlier_runs_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without rounds of its own the rates are those that were counted."""
+    rates = [[0.6, 0.2], [0.5, 0.1]]
+    known = {"head": Prior.measured(rates)}
+    monkeypatch.setattr(Memory, "read", lambda self, say: known)
+    options = ["--batches", "1", "--contexts", "8", "--sizes", "4", "--budget", "0"]
+    assert main([*save_models(tmp_path), *options, "--depth", "2", "--branch", "2"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["survival"][0] == pytest.approx(rates[0], abs=0.02)
+    assert found["cells"][1]["tokens"] > 1.6
 
 
 @pytest.mark.parametrize(
