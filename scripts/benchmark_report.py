@@ -13,6 +13,7 @@ from scripts.benchmark_prediction import add_measured_speedups, prediction, prin
 from scripts.benchmark_protocol import Answer
 from scripts.benchmark_race import Batch, Heat
 from scripts.benchmark_statistics import PARTS, Measured, ratio, summarise
+from scripts.common import decimal
 
 PLAIN = ("plain", "ours", "plain-compiled")
 """Kinds whose texts the others are compared with, the first that there is."""
@@ -215,14 +216,14 @@ def _row(one: dict[str, Any]) -> list[str]:
     found, whole = one.get("ratio"), one.get("whole_ratio")
     interval = None if found is None else found["interval"]
     return [
-        _number(one["tokens_per_second"], 1),
-        _number(one["whole_tokens_per_second"], 1),
-        _number(one["acceptance_length"]),
-        _number(found and found["median"]),
+        decimal(one["tokens_per_second"], 1),
+        decimal(one["whole_tokens_per_second"], 1),
+        decimal(one["acceptance_length"]),
+        decimal(found and found["median"]),
         "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
-        _number(whole and whole["median"]),
-        _number(one.get("possible_ratio")),
-        _number(one.get("reached")),
+        decimal(whole and whole["median"]),
+        decimal(one.get("possible_ratio")),
+        decimal(one.get("reached")),
     ]
 
 
@@ -239,7 +240,7 @@ def _print_equal(record: dict[str, Any], wide: int) -> None:
     """Ours beside transformers' decoder with the same drafts."""
     for one in record["contenders"]:
         if equal := one.get("counterpart"):
-            times = _number(equal["whole_ratio"])
+            times = decimal(equal["whole_ratio"])
             print(f"{one['name']:<{wide}}  {times} x {equal['name']}, whole calls, equal settings")
 
 
@@ -264,12 +265,8 @@ def _print_categories(record: dict[str, Any], wide: int) -> None:
     print(f"\n{'ratio by category':<{wide}}" + _cells(name[:11] for name in names))
     for one in told:
         found = [one["by_category"][name].get("ratio") for name in names]
-        print(f"{one['name']:<{wide}}" + _cells(_number(x and x["median"]) for x in found))
+        print(f"{one['name']:<{wide}}" + _cells(decimal(x and x["median"]) for x in found))
 
 
 def _cells(texts: Any) -> str:
     return "".join(f"{text:>12}" for text in texts)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -114,6 +114,11 @@ def print_json(record: dict[str, Any]) -> None:
     print(json.dumps(record, allow_nan=False), flush=True)
 
 
+def decimal(value: float | None, digits: int = 2) -> str:
+    """A cell of a table; "-" where there is nothing to tell."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def write_json_atomic(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file that is whole or, whatever happens on the way, not touched."""
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"

@@ -14,6 +14,7 @@ from inference.proposers import HeadProposer, Proposer
 from inference.sampling import SamplingParams
 from inference.schedule import RoundCosts
 from inference.verify import RULES
+from scripts.common import decimal
 from scripts.evaluate_grid import GridCell
 
 ARM = "head"
@@ -204,7 +205,7 @@ def _depth_lines(
             columns[f"{name}, measured"] = [*rates, *[None] * (len(rows) - len(rates))]
     lines = [f"  {'depth':<26}" + "".join(f"{row['depth']:>8}" for row in rows)]
     return lines + [
-        f"  {label:<26}" + "".join(f"{_number(value, 3):>8}" for value in values)
+        f"  {label:<26}" + "".join(f"{decimal(value, 3):>8}" for value in values)
         for label, values in columns.items()
     ]
 
@@ -239,9 +240,5 @@ def _speed(value: float | None) -> str:
 
 def _interval(value: dict[str, float | None], sign: str = "") -> str:
     if value["value"] is None or value["low"] is None:
-        return _number(value["value"], 3)
+        return decimal(value["value"], 3)
     return f"{value['value']:{sign}.3f}  [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

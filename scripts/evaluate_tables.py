@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from scripts.common import decimal
+
 FEW = 6
 """Conversations below which intervals cover the truth less often than they say."""
 
@@ -16,21 +18,21 @@ def print_report(result: dict[str, Any]) -> None:
     for name, group in [*sorted(result["by_category"].items()), ("all", result)]:
         interval = _interval(group["acceptance_length_interval"])
         print(f"{name:<18.18}{group['num_prompts']:>8}{group['num_drafts']:>9}", end="")
-        print(f"{_number(group['acceptance_length']):>10} {interval:>13}", end="")
-        print(f"{_number(group['accepted_per_round']):>10}", end="")
-        print(f"{_number(group['acceptance_length_per_request']):>10}", end="")
-        print(f"{_number(group['draft_tokens_per_round'], 1):>9}", end="")
-        print(f"{_number(group['verify_width'], 1):>9}", end="")
-        print(f"{_number(group['tokens_per_second'], 1):>10}", end="")
-        print(f"{_number(group['plain_tokens_per_second'], 1):>10}", end="")
-        print(f"{_number(group['speedup']):>8}")
+        print(f"{decimal(group['acceptance_length']):>10} {interval:>13}", end="")
+        print(f"{decimal(group['accepted_per_round']):>10}", end="")
+        print(f"{decimal(group['acceptance_length_per_request']):>10}", end="")
+        print(f"{decimal(group['draft_tokens_per_round'], 1):>9}", end="")
+        print(f"{decimal(group['verify_width'], 1):>9}", end="")
+        print(f"{decimal(group['tokens_per_second'], 1):>10}", end="")
+        print(f"{decimal(group['plain_tokens_per_second'], 1):>10}", end="")
+        print(f"{decimal(group['speedup']):>8}")
     if result["num_conversations"] < FEW:
         print(f"note: {result['num_conversations']} conversations: intervals are rough")
     rates = result["acceptance_by_position"]
     if rates["survival"]:
         print("\ndraft      " + "".join(f"{n:>7}" for n in range(1, len(rates["survival"]) + 1)))
         for name in ("survival", "conditional"):
-            print(f"{name:<11}" + "".join(f"{_number(rate, 3):>7}" for rate in rates[name]))
+            print(f"{name:<11}" + "".join(f"{decimal(rate, 3):>7}" for rate in rates[name]))
     buckets = result["by_context"]
     if len(buckets) > 1:
         print("\ncontext from " + "".join(f"{bucket['from']:>8}" for bucket in buckets))
@@ -50,8 +52,8 @@ def print_time(result: dict[str, Any]) -> None:
         print(f"\ndecoding time: {', '.join(parts)} of {total:.1f} s")
     if result["confidence_drafts"]:
         print(
-            f"confidence: AUC {_number(result['confidence_auc'], 3)}, error of the predicted "
-            f"survival {_number(result['confidence_error'], 3)} over "
+            f"confidence: AUC {decimal(result['confidence_auc'], 3)}, error of the predicted "
+            f"survival {decimal(result['confidence_error'], 3)} over "
             f"{result['confidence_drafts']} drafts"
         )
 
@@ -63,7 +65,7 @@ def print_simulated(result: dict[str, Any]) -> None:
         print(
             f"simulated drafts, alpha {theory['alpha']:g}, chains of {theory['depth']}: the "
             f"formula gives {theory['formula']:.2f} tokens per round, with the ends of these texts "
-            f"{_number(theory['expected'])}; measured {_number(result['acceptance_length'])} "
+            f"{decimal(theory['expected'])}; measured {decimal(result['acceptance_length'])} "
             f"{_interval(result['acceptance_length_interval'])}"
         )
 
@@ -97,16 +99,12 @@ def print_summary(cells: list[dict[str, Any]]) -> None:
         expected = None if prediction is None else prediction["tau"]["value"]
         interval = _interval(cell["acceptance_length_interval"])
         print(
-            f"{cell['name']:<{width}}{_number(cell['acceptance_length']):>12} {interval:>13}",
+            f"{cell['name']:<{width}}{decimal(cell['acceptance_length']):>12} {interval:>13}",
             end="",
         )
-        print(f"{_number(expected):>11}{_number(cell['accepted_per_round']):>11}", end="")
-        print(f"{_number(cell['speedup']):>9}  {same}")
+        print(f"{decimal(expected):>11}{decimal(cell['accepted_per_round']):>11}", end="")
+        print(f"{decimal(cell['speedup']):>9}  {same}")
 
 
 def _interval(ends: list[float] | None) -> str:
     return "-" if ends is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
