@@ -175,7 +175,7 @@ def acceptance_hashes(arms: Mapping[str, Proposer]) -> dict[str, str]:
         elif isinstance(arm, DraftModelProposer):
             parts.append(arm.draft.fingerprint())
         elif isinstance(arm, NgramProposer):
-            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch]
+            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch, arm.unless]
         elif isinstance(arm, SuffixProposer):
             parts += [arm.max_match, arm.factor, arm.offset, arm.min_probability, arm.own_weight]
         found[name] = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

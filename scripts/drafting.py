@@ -26,7 +26,7 @@ from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.heads import default_tree
 from inference.proposers.laws import proposal_kind
 from inference.proposers.layer_skip import LayerSkipProposer
-from inference.proposers.ngram import NgramProposer
+from inference.proposers.ngram import NgramProposer, by_match
 from inference.proposers.options import DRAWS
 from inference.proposers.suffix import SuffixProposer
 from inference.sampling import SamplingParams
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The options of each kind, with their defaults; all others have no effect on it."""
 
-AUTO_COPIES: dict[str, Any] = {"size": 16, "depth": 15, "branch": 1}
+AUTO_COPIES: dict[str, Any] = {"size": 16, "depth": 15, "branch": 1, "max_ngram": 10}
 """Of the copied drafts beside others under `--size auto`."""
 
 
@@ -326,8 +326,10 @@ def _load_auto(
             "--min-confidence has no effect with --size auto, which itself tells where going on "
             "cannot pay: drop it"
         )
-    if kind not in ("ngram", "suffix"):
-        arms["ngram"] = NgramProposer(**AUTO_COPIES)
+    if kind == "ngram":
+        arms = dict(by_match(arms[kind]))
+    elif kind != "suffix":
+        arms |= by_match(NgramProposer(**AUTO_COPIES))
     vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
     return decided_by_costs(args, arms, engine, batch_size)
 

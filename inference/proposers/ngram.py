@@ -15,6 +15,8 @@ from inference.proposers.base import Proposer, RowState, Session
 from inference.tree import Proposal, TokenTree
 
 OCCURRENCES = ("last", "first")
+MATCHES = (2, 3, 6)
+"""Shortest matches of the parts of `by_match`, beside the shortest of all."""
 
 
 def one_hot_tree(
@@ -43,10 +45,12 @@ class NgramIndex:
     Args:
         min_ngram: shortest n.
         max_ngram: longest n.
+        unless: the n of matches that hide all others; None hides none.
     """
 
-    def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        self.sizes = range(min_ngram, max_ngram + 1)
+    def __init__(self, min_ngram: int, max_ngram: int, unless: int | None = None) -> None:
+        self.unless = unless
+        self.sizes = [*range(min_ngram, max_ngram + 1), *([] if unless is None else [unless])]
         self._absorbed = 0
         self._starts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
@@ -64,10 +68,12 @@ class NgramIndex:
         self._absorbed = max(self._absorbed, len(tokens) - 1)
 
     def longest_match(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The places, in order, at which the longest known n-gram ending the text goes on."""
+        """The places, in order, at which the longest known n-gram ending the text goes on; none
+        where it is a hidden one.
+        """
         for size in reversed(self.sizes):
             if size < len(tokens) and (starts := self._starts.get(tuple(tokens[-size:]))):
-                return starts
+                return () if size == self.unless else starts
         return ()
 
 
@@ -94,6 +100,8 @@ class NgramProposer(Proposer):
         max_ngram: longest match looked for.
         min_ngram: shortest match that is drafted from.
         occurrence: ``"last"`` or ``"first"``.
+        unless: nothing is drafted where a match of this length exists: it is somebody else's. None
+            leaves nothing to others.
 
     Raises:
         ValueError: an option out of range.
@@ -107,6 +115,7 @@ class NgramProposer(Proposer):
         max_ngram: int = 3,
         min_ngram: int = 1,
         occurrence: str = "last",
+        unless: int | None = None,
     ) -> None:
         if size < 2 or depth < 1 or branch < 1:
             raise ValueError(
@@ -123,8 +132,13 @@ class NgramProposer(Proposer):
                 f"NgramProposer: occurrence must be one of {', '.join(OCCURRENCES)}; "
                 f"got {occurrence!r}"
             )
+        if unless is not None and unless <= max_ngram:
+            raise ValueError(
+                f"NgramProposer: unless must be longer than max_ngram {max_ngram}, got {unless}"
+            )
         self.size, self.depth, self.branch = size, depth, branch
         self.max_ngram, self.min_ngram, self.occurrence = max_ngram, min_ngram, occurrence
+        self.unless = unless
         self._indices: dict[int, NgramIndex] = {}
 
     @property
@@ -135,7 +149,8 @@ class NgramProposer(Proposer):
     def start(self, session: Session) -> None:
         """An empty index for each sequence."""
         self._indices = {
-            row: NgramIndex(self.min_ngram, self.max_ngram) for row in range(session.batch_size)
+            row: NgramIndex(self.min_ngram, self.max_ngram, self.unless)
+            for row in range(session.batch_size)
         }
 
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
@@ -158,6 +173,32 @@ class NgramProposer(Proposer):
         copies = [copy_from(tokens, start, depth, run_on=last) for start in chosen]
         drafts, parents = merge_copies(copies, self.size - 1)
         return one_hot_tree([tokens[-1], *drafts], [-1, *parents], state.hidden.device)
+
+
+def by_match(proposer: NgramProposer) -> dict[str, NgramProposer]:
+    """One that drafts what this one drafts, in parts: by the length of the match, each with a name.
+
+    The longer the match, the likelier its continuation is right: of SmolLM2's answers one token is
+    in 20 % of cases followed by what followed it before, three or more in 59 % and ten in 91 %. Who
+    has to estimate that had better not take them for one. Just one of the parts has a draft.
+
+    Args:
+        proposer: that has decoded nothing yet.
+    """
+    longest, shortest = proposer.max_ngram, proposer.min_ngram
+    starts = [n for n in MATCHES if shortest < n <= longest]
+    parts = {}
+    for low, beyond in zip([shortest, *starts], [*starts, None], strict=True):
+        parts[f"ngram{low}"] = NgramProposer(
+            proposer.size,
+            proposer.depth,
+            proposer.branch,
+            max_ngram=longest if beyond is None else beyond - 1,
+            min_ngram=low,
+            occurrence=proposer.occurrence,
+            unless=beyond,
+        )
+    return parts
 
 
 def copy_from(tokens: Sequence[int], start: int, length: int, run_on: bool) -> list[int]:

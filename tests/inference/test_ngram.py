@@ -13,7 +13,7 @@ from inference.cache import TreeCache
 from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers.base import RowState, Session
-from inference.proposers.ngram import NgramProposer, copy_from, merge_copies
+from inference.proposers.ngram import NgramProposer, by_match, copy_from, merge_copies
 from inference.sampling import SamplingParams
 from inference.timing import PhaseTimer
 from inference.tree import Proposal, TokenTree
@@ -123,6 +123,45 @@ def test_first_with_one_branch_is_the_chain_of_transformers(
     (tree,) = proposer.propose([state(text)])
     assert tree is not None and tree.is_chain
     assert tree.tokens.tolist() == [text[-1], *theirs]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    shortest=st.integers(1, 4),
+    more=st.integers(0, 6),
+    branch=st.integers(1, 3),
+)
+def test_parts_by_match_draft_together_what_the_whole_drafts(
+    one: Session, text: list[int], shortest: int, more: int, branch: int
+) -> None:
+    whole = NgramProposer(8, 4, branch, max_ngram=shortest + more, min_ngram=shortest)
+    parts = list(by_match(whole).values())
+    bounds = [(part.min_ngram, part.max_ngram) for part in parts]
+    assert [n for low, high in bounds for n in range(low, high + 1)] == [
+        *range(shortest, shortest + more + 1)
+    ]
+    found = []
+    for proposer in (whole, *parts):
+        proposer.start(one)
+        (tree,) = proposer.propose([state(text)])
+        assert tree is not None
+        found.append(paths(tree))
+    drafted = [tree for tree in found[1:] if tree]
+    assert drafted == ([found[0]] if found[0] else [])
+
+
+def test_a_longer_match_hides_shorter_ones(one: Session) -> None:
+    chains = {}
+    for unless in (None, 3, 2):
+        proposer = NgramProposer(depth=2, branch=1, max_ngram=1, unless=unless)
+        proposer.start(one)
+        (tree,) = proposer.propose([state([5, 1, 2, 3, 4, 1, 2])])
+        assert tree is not None
+        chains[unless] = tree.tokens.tolist()
+    assert chains == {None: [2, 3, 4], 3: [2, 3, 4], 2: [2]}
+    with pytest.raises(ValueError, match="unless must be longer than max_ngram 3"):
+        NgramProposer(unless=3)
 
 
 def test_first_and_last_differ_and_last_is_the_default(one: Session) -> None:

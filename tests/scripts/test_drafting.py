@@ -336,7 +336,7 @@ def test_auto_measures_and_keeps_what_rounds_cost(
     args = model_args(models, "--size", "auto", "--costs", str(path), "--depth", "2")
     proposer = load_proposer(args, load_target(args), batch_size=2)
     assert isinstance(proposer, AdaptiveProposer)
-    assert set(proposer.arms) == {"head", "ngram"}
+    assert set(proposer.arms) == {"head", "ngram1", "ngram2", "ngram3", "ngram6"}
     assert proposer.arms["head"].depth == 2
     assert {b for _, _, b in CostTable.load(path).verify_points} == {1, 2}
     assert args.size == "auto"
