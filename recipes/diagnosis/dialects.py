@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafters import TargetModel
 from drafters.config import default_feature_layers, spread_feature_layers
-from drafters.export.check import from_sglang_layers
+from drafters.export.fields import from_outputs
 from drafters.loading import FAMILIES
 from drafters.vocab import from_offsets
 from recipes.diagnosis.findings import Finding, fault, unknown
@@ -193,7 +193,7 @@ def _eagle3_layers(
 ) -> tuple[int, ...]:
     """``hidden_states`` indices; the nested list of SGLang counts one lower."""
     outer, inner = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
-    nested = from_sglang_layers(inner) if inner else None
+    nested = from_outputs(inner) if inner else None
     if outer and nested and list(outer) != nested:
         found.findings.append(
             fault(
@@ -257,7 +257,7 @@ def _dflash(config: dict[str, Any], names: dict[str, Tensor], target: TargetMode
         "mask_token_id": nested.get("mask_token_id"),
     }
     ids = nested.get("target_layer_ids")
-    layers = from_sglang_layers(ids) if ids else spread_feature_layers(target.num_layers)
+    layers = from_outputs(ids) if ids else spread_feature_layers(target.num_layers)
     return Translated("DFlash", "dflash", options, state, tuple(layers), embedding)
 
 

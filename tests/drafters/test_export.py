@@ -16,20 +16,23 @@ from torch.nn.functional import rms_norm, silu
 
 from drafters import FAMILIES, Drafter, Eagle3Drafter, TargetModel, build_drafter
 from drafters.export import (
+    Export,
     ExportError,
-    check_folder,
     check_golden,
     golden_inputs,
     golden_logits,
     read_head,
     read_native,
-    read_sglang,
+    write_as,
     write_native,
-    write_sglang,
 )
+from drafters.export import check_folder as check_as
 from drafters.export import folder as folder_module
-from drafters.export.check import EAGLE3_KEYS, EngineHead, check_config, from_sglang_layers
+from drafters.export.fields import from_outputs
+from drafters.export.reading import read_folder
+from drafters.export.sglang import SGLANG, engine_parameters
 from drafters.layers import repeat_heads, rotate
+from drafters.vocab import from_offsets
 from tests.tiny import tiny_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,6 +65,20 @@ def head(request: pytest.FixtureRequest, target: TargetModel) -> Eagle3Drafter:
     return make_head(target, **VARIANTS[request.param])
 
 
+def write_sglang(head: Drafter, folder: Path, **options: Any) -> Export:
+    return write_as("sglang", head, folder, **options)
+
+
+def read_sglang(folder: Path, target: TargetModel) -> Eagle3Drafter:
+    head = read_folder(folder, target, SGLANG)
+    assert isinstance(head, Eagle3Drafter)
+    return head
+
+
+def check_folder(folder: Path, target: TargetModel | None = None) -> dict[str, Tensor]:
+    return check_as(folder, target, SGLANG)
+
+
 def logits(head: Drafter) -> Tensor:
     return golden_logits(head, golden_inputs(head))
 
@@ -87,9 +104,9 @@ def test_a_head_comes_back_the_same(
     assert check_golden(again, tmp_path / "head") == 0
 
 
-def engine_logits(engine: EngineHead, config: dict[str, Any], embedding: Tensor) -> Tensor:
+def engine_logits(engine: dict[str, Tensor], config: dict[str, Any], embedding: Tensor) -> Tensor:
     """The golden chain as SGLang computes it: fused projections, the residual carried beside."""
-    weights = engine.parameters
+    weights = engine
     layer = {k.removeprefix("model.layers.0."): v for k, v in weights.items()}
     heads, groups, size = (
         config["num_attention_heads"],
@@ -140,14 +157,15 @@ def test_an_engine_computes_the_same_logits(
     head: Eagle3Drafter, target: TargetModel, tmp_path: Path
 ) -> None:
     write_sglang(head, tmp_path / "head")
-    engine = check_folder(tmp_path / "head", target)
+    tensors = check_folder(tmp_path / "head", target)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
+    engine = engine_parameters(SGLANG, config, tensors)
     found = engine_logits(engine, config, target.embedding.weight)
 
     torch.testing.assert_close(found, logits(head), rtol=1e-4, atol=1e-4)
     drafted = found.argmax(-1)
-    if engine.hot_token_ids is not None:
-        drafted = engine.hot_token_ids[drafted]
+    if "d2t" in tensors:
+        drafted = from_offsets(tensors["d2t"])[drafted]
     assert drafted.tolist() == head.to_target_ids(logits(head).argmax(-1)).tolist()
 
 
@@ -416,13 +434,13 @@ def test_violations_are_named(
         check_folder(tmp_path, target)
 
 
-@pytest.mark.parametrize("key", [spec.name for spec in EAGLE3_KEYS])
+@pytest.mark.parametrize("key", [spec.name for spec in SGLANG.keys])
 def test_every_key_is_required(key: str, exported: dict[str, bytes]) -> None:
     config = json.loads(exported["config.json"])
-    check_config(config)
+    SGLANG.check_config(config)
     del config[key]
     with pytest.raises(ExportError, match=f"key {key} is missing"):
-        check_config(config)
+        SGLANG.check_config(config)
 
 
 def test_a_truncated_file_is_named(target: TargetModel, tmp_path: Path) -> None:
@@ -445,7 +463,7 @@ def test_a_damaged_config_is_named(
 
 
 def test_layer_ids_shift_by_one() -> None:
-    assert from_sglang_layers([1, 14, 26]) == [2, 15, 27]
+    assert from_outputs([1, 14, 26]) == [2, 15, 27]
 
 
 # What the dialect cannot say --------------------------------------------------------------------
@@ -648,7 +666,7 @@ def test_what_is_no_head_is_refused(
 ) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=r"head .*no readable config"):
+    with pytest.raises(ValueError, match=r"head .*no readable config|no tensors in it"):
         read_head(tmp_path, target)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import TargetModel
-from drafters.export import write_native, write_sglang
+from drafters.export import write_as, write_native
 from drafters.vocab import to_offsets
 from recipes.diagnosis import Evidence, Serving, load_head, variants
 from recipes.diagnosis.diagnose import check_passes
@@ -75,8 +75,11 @@ def heads(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Head
         if name not in made:
             made[name] = folder / name
             if name == "sglang":
-                write_sglang(
-                    load_head(get("eagle3"), target).head, made[name], with_embeddings=True
+                write_as(
+                    "sglang",
+                    load_head(get("eagle3"), target).head,
+                    made[name],
+                    with_embeddings=True,
                 )
             else:
                 trained(target, **{"family": name, **RECIPES.get(name, {})}).save_pretrained(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafters import FAMILIES, Drafter, TargetModel, build_drafter
-from drafters.export import write_native, write_sglang
+from drafters.export import write_as, write_native
 from drafters.mtp_native import load_native_mtp
 from recipes.heads import make_drafter
 from tests.native_mtp import load_checkpoint, save_checkpoint
@@ -233,7 +233,7 @@ def test_a_head_of_the_engines_format_is_continued(
     old = make(
         target, dataset, options("eagle3", draft_vocab_size=40, confidence_head=False), seed=1
     )
-    write_sglang(old.eval(), tmp_path / "head")
+    write_as("sglang", old.eval(), tmp_path / "head")
     head = make(target, dataset, options("eagle3", init_from=str(tmp_path / "head")))
     assert not differing(head, old)
     assert head.draft_vocab.tolist() == old.draft_vocab.tolist()

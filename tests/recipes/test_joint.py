@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drafters import Eagle3Drafter, TargetModel, load_drafter
-from drafters.export.sglang import read_sglang, write_sglang
+from drafters.export import read_as, write_as
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.stopping import Stop
@@ -150,9 +150,9 @@ def test_an_exported_head_says_which_target_to_serve(finished: Path, tmp_path: P
     head = load_drafter(finished / "head", merged)
     if not isinstance(head, Eagle3Drafter):
         pytest.skip("SGLang's dialect is for EAGLE-3")
-    notes = write_sglang(head, tmp_path / "sglang").notes
+    notes = write_as("sglang", head, tmp_path / "sglang").notes
     assert any("serve it with the merged target" in note for note in notes)
-    again = read_sglang(tmp_path / "sglang", merged)
+    again = read_as("sglang", tmp_path / "sglang", merged)
     assert again.config.reference == head.config.reference
 
 

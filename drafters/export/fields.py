@@ -1,0 +1,284 @@
+"""What dialects have in common: layer ids, RoPE, layers of Llama's shape, vocabulary maps.
+
+Legend: H draft hidden, Ht target hidden, V target vocabulary, Vd draft vocabulary, A query width, K
+key/value width, I intermediate size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter
+from drafters.export.dialect import TensorSpec
+from drafters.target import TargetModel
+from drafters.vocab import draft_index, from_offsets, to_offsets
+
+OFFSETS, MARKS = "d2t", "t2d"
+EMBEDDING = "embed_tokens.weight"
+LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+)
+"""Of config.json and of `DecoderConfig`, under the same names."""
+
+
+# Layer ids ----------------------------------------------------------------------------------------
+
+
+def to_outputs(layers: list[int]) -> list[int]:
+    """``hidden_states`` indices k (the stream entering layer k: Headway, official EAGLE, vLLM,
+    speculators, llama.cpp) -> ids of the layers whose output that is (SGLang, SpecForge, DFlash,
+    DSpark).
+    """
+    return [k - 1 for k in layers]
+
+
+def from_outputs(layer_ids: list[int]) -> list[int]:
+    """Inverse of :func:`to_outputs`."""
+    return [k + 1 for k in layer_ids]
+
+
+# config.json --------------------------------------------------------------------------------------
+
+
+def layer_keys(head: Drafter) -> dict[str, Any]:
+    """The shape of a head's decoder layers."""
+    return {name: getattr(head.config, name) for name in LAYER_FIELDS}
+
+
+def rope_keys(head: Drafter) -> dict[str, Any]:
+    """Plain RoPE in both spellings, and the target's longest position: engines limit the draft's
+    context, and with it the rotary tables, to what the draft's config says.
+    """
+    theta = float(head.config.rope_theta)
+    return {
+        "max_position_embeddings": head.target.max_length,
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def special_tokens(target: TargetModel) -> dict[str, Any]:
+    """Ids as the target's config has them."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(target.config, name, None) for name in names}
+
+
+def rope_theta(config: Mapping[str, Any]) -> float:
+    """Of a config that may have it in any of three places."""
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return float(config.get("rope_theta") or nested.get("rope_theta") or 10000.0)
+
+
+def complete_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """A foreign config with what engines take where its keys for layers and RoPE are missing."""
+    heads = config.get("num_attention_heads") or 1
+    theta = rope_theta(config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": (config.get("hidden_size") or 0) // heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    found = {key: value for key, value in defaults.items() if config.get(key) is None}
+    return {**config, **found, "rope_theta": theta}
+
+
+def rope_problems(config: Mapping[str, Any]) -> list[str]:
+    """Both spellings must say the same, and ask for plain RoPE, the only kind our heads have.
+
+    Args:
+        config: with ``rope_theta``, ``rope_parameters`` and ``rope_scaling``.
+    """
+    parameters, scaling = config["rope_parameters"], config["rope_scaling"]
+    problems = []
+    if parameters.get("rope_theta") != config["rope_theta"]:
+        problems.append(
+            f"rope_theta is {config['rope_theta']} but rope_parameters says "
+            f"{parameters.get('rope_theta')}"
+        )
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling or {})):
+        kind = value.get("rope_type", value.get("type", "default"))
+        if kind != "default":
+            problems.append(f"{name} asks for {kind!r} RoPE: only plain RoPE is supported")
+    return problems
+
+
+def size_problems(config: Mapping[str, Any], target: TargetModel, hidden: str) -> list[str]:
+    """Where a config does not fit the target it is to be served with.
+
+    Args:
+        config: with ``vocab_size`` and ``max_position_embeddings``.
+        target: to compare with.
+        hidden: the key of the target's hidden size.
+    """
+    wanted = {
+        "vocab_size": target.vocab_size,
+        hidden: target.hidden_size,
+        "max_position_embeddings": target.max_length,
+    }
+    return [
+        f"{key} is {config[key]} but the target has {value}"
+        for key, value in wanted.items()
+        if config[key] != value
+    ]
+
+
+# Heads that cannot be written ---------------------------------------------------------------------
+
+
+def shape_refusals(head: Drafter, **only: Any) -> list[str]:
+    """Fields of a head's configuration that have another value than the dialect knows.
+
+    Args:
+        head: to be written.
+        **only: field to the one value that can be written.
+    """
+    return [
+        f"{name}={value}: loaders of this dialect know only {name}={wanted}"
+        for name, wanted in only.items()
+        if (value := getattr(head.config, name)) != wanted
+    ]
+
+
+def target_refusals(head: Drafter) -> list[str]:
+    """What the target does that engines do not do for a draft head."""
+    target = head.target
+    ids = torch.arange(min(4, target.vocab_size), device=target.device)
+    rows = torch.nn.functional.embedding(ids, target.embedding.get_parameter("weight"))
+    if torch.equal(target.embed(ids), rows):
+        return []
+    return [
+        f"target {target.name!r} scales its input embeddings, which engines do not do for a draft "
+        "head"
+    ]
+
+
+# Tensors ------------------------------------------------------------------------------------------
+
+
+def llama_layer(
+    prefix: str,
+    config: Mapping[str, Any],
+    input_size: int | None = None,
+    input_norm: bool = True,
+    qk_norm: bool = False,
+    engine: str | None = None,
+) -> list[TensorSpec]:
+    """Tensors of a decoder layer.
+
+    Args:
+        prefix: of the names, without the last dot.
+        config: with ``LAYER_FIELDS``.
+        input_size: of queries, keys and values; None means H.
+        input_norm: whether it has an ``input_layernorm``.
+        qk_norm: whether queries and keys are normalised per head.
+        engine: prefix of the engine's fused parameters; None if nothing is fused.
+    """
+    hidden, size = config["hidden_size"], config["head_dim"]
+    wide = input_size or hidden
+    query, key = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    inner = config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (query, wide),
+        "self_attn.k_proj": (key, wide),
+        "self_attn.v_proj": (key, wide),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "post_attention_layernorm": (hidden,),
+    }
+    if input_norm:
+        shapes["input_layernorm"] = (hidden,)
+    if qk_norm:
+        shapes |= {"self_attn.q_norm": (size,), "self_attn.k_norm": (size,)}
+    return [
+        TensorSpec(
+            f"{prefix}.{name}.weight", shape, parameter=engine and f"{engine}.{_fused(name)}.weight"
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+def _fused(name: str) -> str:
+    """The parameter of an engine that a projection is a part of."""
+    module, _, part = name.rpartition(".")
+    if part in ("q_proj", "k_proj", "v_proj"):
+        return f"{module}.qkv_proj"
+    return f"{module}.gate_up_proj" if part in ("gate_proj", "up_proj") else name
+
+
+def vocab_specs(config: Mapping[str, Any], marks_optional: bool = False) -> list[TensorSpec]:
+    """The vocabulary map of a head with fewer tokens than its target; nothing if it has all.
+
+    Args:
+        config: with ``vocab_size`` and ``draft_vocab_size``.
+        marks_optional: whether ``t2d`` may be missing.
+    """
+    whole, reduced = config["vocab_size"], config["draft_vocab_size"]
+    if reduced == whole:
+        return []
+    return [
+        TensorSpec(OFFSETS, (reduced,), "int64"),
+        TensorSpec(MARKS, (whole,), "bool", optional=marks_optional),
+    ]
+
+
+def vocab_tensors(head: Drafter) -> dict[str, Tensor]:
+    """``d2t`` (Vd,) offsets, target id - draft id, and ``t2d`` (V,); nothing for a whole
+    vocabulary. Offsets are made nowhere else.
+    """
+    if head.draft_vocab is None:
+        return {}
+    marks = draft_index(head.draft_vocab, head.config.vocab_size) >= 0
+    return {OFFSETS: to_offsets(head.draft_vocab), MARKS: marks}
+
+
+def vocab_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The head's ``draft_vocab`` (Vd,) absolute ids; nothing for a whole vocabulary."""
+    return {"draft_vocab": from_offsets(tensors[OFFSETS])} if OFFSETS in tensors else {}
+
+
+def vocab_problems(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Where a vocabulary map contradicts itself.
+
+    Args:
+        config: with ``vocab_size``.
+        tensors: of the file.
+    """
+    if OFFSETS not in tensors:
+        return []
+    targets, size = from_offsets(tensors[OFFSETS]), config["vocab_size"]
+    if targets.min() < 0 or targets.max() >= size:
+        return [
+            "d2t leads out of the target's vocabulary: it must hold offsets (target - draft id)"
+        ]
+    if targets.unique().numel() != targets.numel():
+        return ["d2t sends two draft ids to one target id"]
+    if MARKS not in tensors:
+        return []
+    expected = torch.zeros(size, dtype=torch.bool)
+    expected[targets] = True
+    if torch.equal(tensors[MARKS], expected):
+        return []
+    return ["t2d does not mark the tokens that d2t leads to"]
+
+
+def vocab_hint(name: str, config: Mapping[str, Any]) -> str:
+    """Why ``d2t`` or ``t2d`` is unknown or missing; nothing for other tensors."""
+    if name not in (OFFSETS, MARKS):
+        return ""
+    reduced = config["draft_vocab_size"] < config["vocab_size"]
+    return f": draft_vocab_size is {'below' if reduced else 'equal to'} vocab_size"

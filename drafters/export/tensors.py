@@ -1,0 +1,73 @@
+"""The tensors of a head's folder, whoever wrote it: safetensors, or a pickle that runs no code."""
+
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafters.export.folder import WEIGHTS, ExportError, read_tensors
+
+INDEX = f"{WEIGHTS}.index.json"
+SAFE = (WEIGHTS, "medusa_lm_head.safetensors", "speculator.safetensors")
+PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "speculator.pt")
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, in one file or in shards; safetensors before pickles.
+
+    Args:
+        folder: of a head, ours or another trainer's.
+
+    Raises:
+        ExportError: none there, damaged, or a pickle that holds anything but tensors.
+    """
+    if (folder / INDEX).is_file():
+        return _sharded(folder)
+    for name in SAFE:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    for name in PICKLED:
+        if (folder / name).is_file():
+            return pickled_tensors(folder / name)
+    raise ExportError(
+        f"{folder}: no tensors in it: one of {', '.join((*SAFE, INDEX, *PICKLED))} is needed"
+    )
+
+
+def pickled_tensors(path: Path) -> dict[str, Tensor]:
+    """A state dict of a legacy file, read without running any code that it may hold.
+
+    Raises:
+        ExportError: damaged, or it holds anything but a state dict.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    except pickle.UnpicklingError as error:
+        raise ExportError(
+            f"{path}: refused: it is a pickle that holds more than tensors and may run code when "
+            "opened; have its tensors saved as model.safetensors where you trust it "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ExportError(
+            f"{path}: cannot read it, it is damaged or cut short ({error}); get it again"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ExportError(f"{path}: not a state dict: names and tensors are expected")
+    return found
+
+
+def _sharded(folder: Path) -> dict[str, Tensor]:
+    """Shards, as their index has them."""
+    try:
+        where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ExportError(f"{folder / INDEX}: cannot read it: {error!r}") from error
+    found: dict[str, Tensor] = {}
+    for shard in sorted(set(where.values())):
+        found |= read_tensors(folder / shard)
+    if missing := sorted(set(where) - set(found)):
+        raise ExportError(f"{folder}: {missing[0]} is in the index and in no shard: half a copy?")
+    return found
