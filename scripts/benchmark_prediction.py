@@ -60,6 +60,7 @@ def _record(tokens: float, seconds: float, plain: float) -> dict[str, Any]:
     speedup = plain / seconds if seconds > 0 else None
     return {
         "predicted_tokens_per_second": predicted_speed(tokens, seconds),
+        "predicted_plain_tokens_per_second": predicted_speed(tokens, plain),
         "predicted_speedup": speedup,
     }
 
@@ -124,7 +125,7 @@ def draft_name(one: Contender, costs: CostTable) -> str | None:
 
 def add_measured_speedups(records: list[dict[str, Any]], contenders: list[Contender]) -> None:
     """Beside predicted speed-ups the measured ones: decoding over that of the same engine without
-    drafts, where it takes part.
+    drafts, where it takes part; and the speed of that over what the table says of it.
 
     Args:
         records: of the contenders, with their speeds; added to.
@@ -141,6 +142,8 @@ def add_measured_speedups(records: list[dict[str, Any]], contenders: list[Conten
         plain = speeds.get(by_name[record["name"]].settings.get("engine"))
         if "predicted_speedup" in record and plain and record.get("tokens_per_second"):
             record["measured_speedup"] = record["tokens_per_second"] / plain
+            if expected := record["predicted_plain_tokens_per_second"]:
+                record["machine_speed"] = plain / expected
 
 
 def print_predictions(records: list[dict[str, Any]], wide: int) -> None:
@@ -164,3 +167,9 @@ def print_predictions(records: list[dict[str, Any]], wide: int) -> None:
             for value, shape in ((predicted, f".{digits}f"), (found, f".{digits}f"), (off, "+.1%")):
                 cells += f"{'-' if value is None else format(value, shape):>12}"
         print(f"{one['name']:<{wide}}{cells}")
+    drifts = [one["machine_speed"] for one in told if "machine_speed" in one]
+    if drifts:
+        print(
+            f"plain decoding runs at {min(drifts):.2f} to {max(drifts):.2f} of the speed that the "
+            "table was measured at"
+        )

@@ -59,7 +59,11 @@ def test_rounds_whose_drafts_were_copied_are_not_charged_for_drafting() -> None:
 def test_what_decides_in_every_round_says_itself_what_it_expects() -> None:
     for costs in (COSTS, None):
         found = predicted("ours:head:auto", costs, expected=[9.0, 3.0, 6.0])
-        assert found == {"predicted_tokens_per_second": 3.0, "predicted_speedup": 2.0}
+        assert found == {
+            "predicted_tokens_per_second": 3.0,
+            "predicted_plain_tokens_per_second": 1.5,
+            "predicted_speedup": 2.0,
+        }
 
 
 @pytest.mark.parametrize("text", ["plain", "ours", "ours:as-prompt-lookup"])
@@ -103,11 +107,16 @@ def test_speedups_are_over_the_same_engine_without_drafts(
         for name, speed in zip(texts, (10.0, 5.0, 20.0, 8.0), strict=True)
     ]
     for record in records[2:]:
-        record |= {"predicted_tokens_per_second": 22.0, "predicted_speedup": 2.1}
+        record |= {
+            "predicted_tokens_per_second": 22.0,
+            "predicted_plain_tokens_per_second": 12.5,
+            "predicted_speedup": 2.1,
+        }
     del records[3]["tokens_per_second"]  # excluded
     add_measured_speedups(records, parse_contenders(texts))
     assert [record.get("measured_speedup") for record in records] == [None, None, 2.0, None]
     print_predictions(records, 30)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].split()[1:] == ["22.0", "20.0", "+10.0%", "2.10", "2.00", "+5.0%"]
-    assert lines[-1].split()[1:] == ["22.0", "-", "-", "2.10", "-", "-"]
+    assert lines[-3].split()[1:] == ["22.0", "20.0", "+10.0%", "2.10", "2.00", "+5.0%"]
+    assert lines[-2].split()[1:] == ["22.0", "-", "-", "2.10", "-", "-"]
+    assert lines[-1].startswith("plain decoding runs at 0.80 to 0.80 of the speed")
