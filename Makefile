@@ -10,11 +10,11 @@
 PYTHON ?= python3 python3.11 python3.12 python3.13
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
-# More arguments for `test` (ARGS="-m 'not slow'") and `quickstart`.
+# More arguments for `test` (ARGS="-m 'not slow'"), `quickstart` and `interop`.
 ARGS ?=
 # Processes that `test` runs in, one thread each.
 WORKERS ?= 2
-# For `bench`.
+# For `bench` and `interop`.
 TARGET ?= targets/smollm2-135m
 HEAD ?=
 PROMPTS ?=
@@ -24,7 +24,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help quickstart test check bench clean FORCE
+.PHONY: help quickstart test check bench interop clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench: $(STAMP) ## race transformers' speculative decoding: make bench PROMPTS=<
 	  { echo 'usage: make bench PROMPTS=<file.jsonl> [HEAD=<trained head>] [TARGET=$(TARGET)]' >&2; exit 2; }
 	$(RUN) -m scripts.benchmark --target $(TARGET) --prompts $(PROMPTS) $(ARGS)
 	$(if $(HEAD),$(RUN) -m scripts.evaluate --target $(TARGET) --head $(HEAD) --prompts $(PROMPTS))
+
+interop: $(STAMP) ## exports in the programs they are for: make interop ARGS='--head eagle3=<trained head>'
+	$(RUN) -m interop --target $(TARGET) $(ARGS)
 
 clean: ## remove caches and build files; .venv, targets/ and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,7 +65,18 @@ class DFlashDrafter(Drafter):
     @property
     def windows(self) -> list[int | None]:
         """Sliding window of each layer; None sees everything."""
-        return [self.config.sliding_window] * self.config.num_layers
+        layers = range(self.config.num_layers)
+        chosen = self.config.window_layers
+        return [
+            self.config.sliding_window if chosen is None or layer in chosen else None
+            for layer in layers
+        ]
+
+    @property
+    def causal(self) -> list[bool]:
+        """Of each layer, whether rows of a block see only earlier ones of it."""
+        chosen = self.config.causal_layers or []
+        return [self.config.causal or layer in chosen for layer in range(self.config.num_layers)]
 
     def context(self, features: Tensor) -> Tensor:
         """Captured layers (B, S, F·D) -> context (B, S, D)."""

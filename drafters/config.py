@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from drafters.rope import extension_problems
+
 CONFIDENCE_RULES = ("overlap", "draft_mass", "agreement")
 
 
@@ -120,6 +122,9 @@ class DecoderConfig(DrafterConfig):
         rope_theta,
         max_position_embeddings: shape of each layer, as in Llama.
         qk_norm: normalise queries and keys per head, as Qwen3 does.
+        attention_bias: queries, keys and values have biases, as in Qwen2.
+        rope_extension: what stretches the rotary embedding (``drafters.rope``), as heads of other
+            trainers may have it; None is plain RoPE.
         sliding_window: W; a row sees keys less than W positions back, in every layer. None sees
             all.
     """
@@ -133,6 +138,8 @@ class DecoderConfig(DrafterConfig):
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
     qk_norm: bool = False
+    attention_bias: bool = False
+    rope_extension: dict[str, Any] | None = None
     sliding_window: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -156,6 +163,8 @@ class DecoderConfig(DrafterConfig):
                 )
         if self.num_layers < 0:
             raise ValueError(f"num_layers must be at least 0, got {self.num_layers}")
+        if self.rope_extension is not None and (found := extension_problems(self.rope_extension)):
+            raise ValueError(f"rope_extension: {'; '.join(found)}")
         if self.sliding_window is not None and self.sliding_window < 2:
             raise ValueError(f"sliding_window must be at least 2, got {self.sliding_window}")
         super().__post_init__(**kwargs)

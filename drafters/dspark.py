@@ -1,8 +1,9 @@
 """DSpark (arXiv:2607.05147): DFlash's network and a small sequential head on top.
 
 Prediction is shifted: the block holds [x_a, MASK, ..., MASK] and row k (from 0) drafts x_{a+1+k},
-so g rows give g drafts. The Markov head then adds to the logits U_k of row k a bias that depends on
-the token before, x = x_{a+k}, through a matrix of low rank r:
+so g rows give g drafts (heads trained elsewhere may draft in place, as DFlash does: g-1 drafts).
+The Markov head then adds to the logits U_k of row k a bias that depends on the token before, x =
+x_{a+k}, through a matrix of low rank r:
 
     vanilla   U_k + W2 e                              e = W1[x]
     gated     U_k + W2 (sigmoid(Wg [h_k; e]) * e)
@@ -36,11 +37,9 @@ class MarkovHead(nn.Module):
         self.size, self.rank = size, rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = ZeroLinear(rank, config.draft_vocab_size or 0, bias=False)
-        kind = config.markov_type
-        self.gate_proj = nn.Linear(size + rank, rank, bias=False) if kind == "gated" else None
-        self.joint_proj = (
-            nn.Linear(2 * rank + size, 3 * rank, bias=False) if kind == "rnn" else None
-        )
+        kind, bias = config.markov_type, config.markov_bias
+        self.gate_proj = nn.Linear(size + rank, rank, bias=bias) if kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank, bias=bias) if kind == "rnn" else None
 
     def advance(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """(n, D) rows, (n,) tokens before them and the paths' states -> (rows, next states)."""
@@ -79,7 +78,8 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(config)
         self.markov_head = None if config.markov_type == "none" else MarkovHead(config)
         if config.confidence_head and self.markov_head is not None:
-            self.confidence = PairConfidence(config.hidden_size + config.markov_rank)
+            embedding = config.markov_rank if config.confidence_with_markov else 0
+            self.confidence = PairConfidence(config.hidden_size + embedding)
         self.post_init()
 
     @property
@@ -91,8 +91,8 @@ class DSparkDrafter(DFlashDrafter):
 
     @property
     def first_slot(self) -> int:
-        """The root's own row drafts."""
-        return 0
+        """The root's own row drafts, unless the head was trained to draft in place."""
+        return 0 if self.config.sample_from_anchor else 1
 
     def begin_path(self, rows: Tensor) -> Tensor:
         """States (n, r) of zeros for the rnn, of no size for the others."""

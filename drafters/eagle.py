@@ -5,8 +5,9 @@ Row t holds the pair (feature of t, embedding of token t+1) and predicts token t
 EAGLE-3 (arXiv:2503.01840): the first feature is ``fuse`` of captured target layers; later steps
 feed the last layer's own output back, un-normed (``norm_output`` feeds the normed one, as EAGLE-3.1
 does). Attention of the first layer reads cat(norm(embedding), norm(feature)), embedding first; the
-residual stream is the un-normed feature. Tensor names follow the dialect the serving engines load:
-the first layer is ``midlayer``, further ones ``layers.1``, ...
+residual stream is the un-normed feature (``norm_before_residual`` takes the normed one). Tensor
+names follow the dialect the serving engines load: the first layer is ``midlayer``, further ones
+``layers.1``, ... Heads of trainers that trained the embedding too bring it (``own_embedding``).
 
 Legend: B batch, T rows, D hidden, F captured layers, Vd draft vocabulary.
 """
@@ -38,22 +39,26 @@ class Eagle3Layer(Recomputed):
         self.self_attn = Attention(config, layer=0, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
+        self.norm_before_residual = config.norm_before_residual
 
     def forward(
         self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend
     ) -> Tensor:
         """(B, T, D) embeddings and (B, T, D) features -> (B, T, D)."""
-        qkv = self.inside(self._project, embeds, feature, position_ids)
-        return self.inside(self._finish, feature, attend(self.self_attn.layer, *qkv))
+        residual, *qkv = self.inside(self._project, embeds, feature, position_ids)
+        return self.inside(self._finish, residual, attend(self.self_attn.layer, *qkv))
 
     def _project(
         self, embeds: Tensor, feature: Tensor, position_ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        pair = (self.input_layernorm(embeds), self.hidden_norm(feature))
-        return self.self_attn.project(torch.cat(pair, dim=-1), position_ids)  # of (B, T, 2D)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream (B, T, D) and what ``Attention.project`` gives."""
+        normed = self.hidden_norm(feature)
+        pair = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # (B, T, 2D)
+        residual = normed if self.norm_before_residual else feature
+        return residual, *self.self_attn.project(pair, position_ids)
 
-    def _finish(self, feature: Tensor, out: Tensor) -> Tensor:
-        hidden = feature + self.self_attn.output(out)
+    def _finish(self, residual: Tensor, out: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.output(out)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -68,6 +73,7 @@ class Eagle3Drafter(SequentialDrafter):
         size, eps = config.hidden_size, config.rms_norm_eps
         count = len(config.feature_layers or ())
         self.fc = nn.Linear(count * size, size, bias=False)
+        self.input_norm = RMSNorm(count * size, eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
         )
@@ -76,6 +82,7 @@ class Eagle3Drafter(SequentialDrafter):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in further})
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.post_init()
 
     @property
@@ -83,8 +90,15 @@ class Eagle3Drafter(SequentialDrafter):
         """The fused target layers."""
         return tuple(self.config.feature_layers)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(...) token ids -> (..., D), by the head's own embedding or else the target's."""
+        own = self.embed_tokens
+        return self.target.embed(token_ids) if own is None else own(token_ids)
+
     def fuse(self, features: Tensor) -> Tensor:
         """Captured layers (B, T, F·D) -> the first feature (B, T, D)."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat(
@@ -108,7 +122,7 @@ class Eagle3Drafter(SequentialDrafter):
         depth: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """One draft step, the same at every depth; ``hidden`` is normed."""
-        embeds = self.target.embed(token_ids).to(feature.dtype)
+        embeds = self.embed(token_ids).to(feature.dtype)
         output = self.decode(embeds, feature, position_ids, attend)
         hidden = self.norm(output)
         return hidden, hidden if self.config.norm_output else output
@@ -132,8 +146,11 @@ class Eagle3Drafter(SequentialDrafter):
 
     @torch.no_grad()
     def initialise_output(self) -> None:
-        """The output matrix takes the target's rows."""
+        """The output matrix takes the target's rows, and so does an embedding of its own."""
         self.lm_head.weight.copy_(self.head_rows().to(self.lm_head.weight))
+        if self.embed_tokens is not None:
+            every = torch.arange(self.config.vocab_size, device=self.target.device)
+            self.embed_tokens.weight.copy_(self.target.embed(every))
 
     @torch.no_grad()
     def initialise_from_target(self) -> None:

@@ -4,11 +4,12 @@ Head i (from 0) reads cat(hidden state of t, embeddings of tokens t+1 .. t+1+i),
 and predicts token t+2+i. Its first residual block is S x + SiLU(W x + b) with a linear skip S that
 narrows to D, further ones are Medusa's x + SiLU(W x + b). Hydra++ puts one decoder layer, the
 prefix layer, over the hidden states first; it reads the target's last hidden states (after the
-final norm) and its output replaces them, as in the authors' code.
+final norm) and its output replaces them, normed with ``prefix_norm``, as in the authors' code.
 
 At the start S copies the hidden state and ignores the embeddings, every W and b is zero and each
 output matrix is a copy of the target's; started from the target, the prefix layer adds nothing
-either. So an untrained head says what the target says about t+1.
+either. So an untrained head says what the target says about t+1 (nearly so under a prefix norm,
+which starts at the mean size of hidden states).
 
 Legend: B batch, T rows, K heads, D hidden, Vd draft vocabulary.
 """
@@ -19,7 +20,7 @@ from transformers import initialization as init
 
 from drafters.base import SequentialDrafter
 from drafters.families import HydraConfig
-from drafters.layers import Attend, DecoderLayer, Recomputed, copy_layer
+from drafters.layers import Attend, DecoderLayer, Recomputed, RMSNorm, copy_layer
 from drafters.medusa import ResidualBlock, ZeroLinear
 
 
@@ -62,6 +63,7 @@ class HydraDrafter(SequentialDrafter):
         super().__init__(config)
         size, heads = config.hidden_size, range(config.num_heads)
         self.prefix = DecoderLayer(config, 0) if config.num_layers else None
+        self.prefix_norm = RMSNorm(size, config.rms_norm_eps) if config.prefix_norm else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 NarrowingBlock(size, head + 2),
@@ -73,7 +75,8 @@ class HydraDrafter(SequentialDrafter):
             None
             if config.shared_lm_head
             else nn.ModuleList(
-                nn.Linear(size, config.draft_vocab_size or 0, bias=False) for _ in heads
+                nn.Linear(size, config.draft_vocab_size or 0, bias=config.lm_head_bias)
+                for _ in heads
             )
         )
         self.post_init()
@@ -88,7 +91,10 @@ class HydraDrafter(SequentialDrafter):
     ) -> Tensor:
         """The last hidden states (B, T, D), through the prefix layer where there is one."""
         hidden = hidden.to(next(self.blocks.parameters()).dtype)
-        return hidden if self.prefix is None else self.prefix(hidden, position_ids, attend)
+        if self.prefix is None:
+            return hidden
+        hidden = self.prefix(hidden, position_ids, attend)
+        return hidden if self.prefix_norm is None else self.prefix_norm(hidden)
 
     def forward(
         self,
@@ -144,9 +150,13 @@ class HydraDrafter(SequentialDrafter):
     @torch.no_grad()
     def initialise_from_target(self) -> None:
         """The prefix layer starts as the target's last layer, where the shapes fit, with its two
-        outputs at zero.
+        outputs at zero; its norm gives hidden states the size that the target's final norm does.
         """
-        if self.prefix is not None:
-            copy_layer(self.prefix, self.target.block())
-            self.prefix.self_attn.o_proj.weight.zero_()
-            self.prefix.mlp.down_proj.weight.zero_()
+        if self.prefix is None:
+            return
+        weights = self.target.block()
+        copy_layer(self.prefix, weights)
+        self.prefix.self_attn.o_proj.weight.zero_()
+        self.prefix.mlp.down_proj.weight.zero_()
+        if self.prefix_norm is not None and "norm.weight" in weights:
+            self.prefix_norm.weight.fill_(weights["norm.weight"].float().pow(2).mean().sqrt())

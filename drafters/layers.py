@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafters.config import DecoderConfig
+from drafters.rope import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (B, H, T, d), k (B, Hkv, T, d), v (B, Hkv, T, dv)) -> (B, H, T, dv).
@@ -56,26 +57,6 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def rotate(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding in the half-split layout of Llama (arXiv:2104.09864).
-
-    Args:
-        x: (B, H, T, d).
-        position_ids: (B, T) absolute positions.
-        theta: base frequency.
-
-    Returns:
-        (B, H, T, d), angles computed in float32 or better.
-    """
-    size = x.shape[-1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, size, 2, device=x.device, dtype=wide) / size
-    angle = position_ids[:, None, :, None].to(wide) * theta**-exponent  # (B, 1, T, d/2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., : size // 2], x[..., size // 2 :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
     """Grouped-query keys or values (B, Hkv, T, d) -> (B, Hkv·groups, T, d)."""
     return x.repeat_interleave(groups, dim=1)
@@ -86,21 +67,22 @@ class Attention(nn.Module):
 
     Args:
         config: shape of the head; ``qk_norm`` normalises queries and keys per head before the
-            rotation, as Qwen3 does.
+            rotation, as Qwen3 does; ``attention_bias`` adds biases to both and to values, as Qwen2.
         layer: index handed to ``attend``.
         input_size: width of the input; None is D.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, input_size: int | None = None) -> None:
         super().__init__()
-        size, d = input_size or config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(size, config.num_attention_heads * d, bias=False)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * d, bias=False)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * d, bias=False)
+        size, d, bias = input_size or config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * d, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * d, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * d, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * d, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else None
         self.layer, self.head_dim, self.theta = layer, d, config.rope_theta
+        self.rope_extension = config.rope_extension
 
     def forward(self, x: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """(B, T, input_size) -> (B, T, D).
@@ -115,7 +97,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, input_size) -> rotated queries (B, H, T, d), keys and values (B, Hkv, T, d)."""
         q = self._heads(self.q_proj(x), self.q_norm)
-        return rotate(q, position_ids, self.theta), *self.keys_values(x, position_ids)
+        return self._turned(q, position_ids), *self.keys_values(x, position_ids)
 
     def output(self, out: Tensor) -> Tensor:
         """What ``attend`` gave, (B, H, T, d) -> (B, T, D)."""
@@ -124,7 +106,10 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, input_size) -> rotated keys and values, both (B, Hkv, T, d)."""
         k = self._heads(self.k_proj(x), self.k_norm)
-        return rotate(k, position_ids, self.theta), self._heads(self.v_proj(x), None)
+        return self._turned(k, position_ids), self._heads(self.v_proj(x), None)
+
+    def _turned(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        return rotate(x, position_ids, self.theta, self.rope_extension)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """(B, T, heads·d) -> (B, heads, T, d)."""

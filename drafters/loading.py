@@ -17,6 +17,7 @@ from drafters.dspark import DSparkDrafter
 from drafters.eagle import Eagle3Drafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.families import DFlashConfig
+from drafters.hub import head_folder
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.mtp import MtpDrafter
@@ -94,8 +95,25 @@ def build_drafter(family: str, target: TargetModel, seed: int = 0, **options: An
 def load_drafter(folder: str | Path, target: TargetModel, **kwargs: Any) -> Drafter:
     """Load any native head, whatever its family, and attach its target.
 
+    Args:
+        folder: of the head, or its hub id, also at a revision (``user/name@revision``).
+        target: the model it was trained on.
+        **kwargs: passed to ``from_pretrained``.
+
     Raises:
-        ValueError: not a Headway head, damaged, or trained on another target.
+        ValueError: not found, not a Headway head, damaged, or trained on another target.
+    """
+    folder = head_folder(folder)
+    kind = type(saved_config(folder))  # families extend one another
+    drafter_class = next(each for each in FAMILIES.values() if each.config_class is kind)
+    return drafter_class.load(folder, target, **kwargs)
+
+
+def saved_config(folder: Path) -> DrafterConfig:
+    """The configuration of a native head.
+
+    Raises:
+        ValueError: not a Headway head.
     """
     try:
         config = AutoConfig.from_pretrained(str(folder))
@@ -103,12 +121,11 @@ def load_drafter(folder: str | Path, target: TargetModel, **kwargs: Any) -> Draf
         raise ValueError(
             f"head {folder}: no readable config.json of a draft head ({error})"
         ) from error
-    for drafter_class in FAMILIES.values():
-        if type(config) is drafter_class.config_class:  # families extend one another
-            return drafter_class.load(folder, target, **kwargs)
-    raise ValueError(
-        f"head {folder}: model_type {config.model_type!r} is not one of Headway's heads"
-    )
+    if not isinstance(config, DrafterConfig):
+        raise ValueError(
+            f"head {folder}: model_type {config.model_type!r} is not one of Headway's heads"
+        )
+    return config
 
 
 def _rope_theta(config: Any) -> float:

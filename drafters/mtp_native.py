@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
-from transformers.utils import cached_file
+from transformers.utils import ContextManagers, cached_file
 
 from drafters.families import MtpConfig
 from drafters.layers import repeat_heads
@@ -40,6 +40,9 @@ attention (as the serving engines build them)."""
 _BEHIND = re.compile(
     r"^(?:model\.|model\.language_model\.|language_model\.model\.)?layers\.(\d+)\."
 )
+SCALES = ("_scale_inv", "_scale")
+"""Ends of the names that go with quantised tensors."""
+
 _APART = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 
 
@@ -120,6 +123,12 @@ def _tensor_names(place: str) -> list[str]:
         return list(file.keys())
 
 
+def _is_module(name: str, depth: int) -> bool:
+    """Whether a tensor belongs to modules behind or beside ``depth`` layers."""
+    behind = _BEHIND.match(name)
+    return _APART.match(name) is not None or (behind is not None and int(behind[1]) >= depth)
+
+
 def _completed(target: TargetModel, place: str) -> tuple[PreTrainedConfig, list[str]]:
     """The target's config with what ``get_mtp_config`` wants to know, and patterns of the modules'
     tensor names.
@@ -137,6 +146,12 @@ def _completed(target: TargetModel, place: str) -> tuple[PreTrainedConfig, list[
             f"native MTP: {place!r} holds no MTP modules (no tensors named layers.{depth}.* or "
             "mtp.*): train a head from scratch, with drafter.init_from off"
         )
+    scaled = [name for name in names if name.endswith(SCALES) and _is_module(name, depth)]
+    if scaled:
+        raise ValueError(
+            f"native MTP: the modules of {place!r} are quantised ({scaled[0]}): give a folder of "
+            "unquantised ones"
+        )
     count = max(behind | apart) + 1
     config.num_mtp_layers = count
     if config.model_type in FULL_ATTENTION_MTP:
@@ -153,6 +168,30 @@ def _completed(target: TargetModel, place: str) -> tuple[PreTrainedConfig, list[
     return config, [*patterns, r"^(model\.)?mtp\."]
 
 
+def empty_native_mtp(target: TargetModel, folder: str | Path) -> dict[str, Tensor]:
+    """Names below ``mtp.`` and shapes of the modules' tensors; nothing is read or computed.
+
+    Args:
+        target: as for :func:`load_native_mtp`.
+        folder: of the files.
+
+    Returns:
+        Tensors without values, on the meta device.
+
+    Raises:
+        ValueError: as there, as far as it can be told without reading.
+    """
+    place = str(folder)
+    config, patterns = _completed(target, place)
+    stand_in = _stand_in(target, place, config, patterns, torch.float32)
+    try:
+        with ContextManagers(MtpModel.get_init_context(torch.float32, False, False, None)):
+            native = MtpModel(stand_in, config.num_mtp_layers)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"native MTP of {place!r}: {error}") from error
+    return dict(_renamed(native.state_dict()))
+
+
 def _read(
     target: TargetModel,
     place: str,
@@ -165,10 +204,7 @@ def _read(
     Raises:
         ValueError: tensors are missing, or the layers are of a kind that is refused.
     """
-    config.name_or_path, config.dtype = place, dtype
-    stand_in: PreTrainedModel = copy.copy(target.model)  # shares every module and weight
-    stand_in.config = config
-    stand_in._keys_to_ignore_on_load_unexpected = patterns
+    stand_in = _stand_in(target, place, config, patterns, dtype)
     try:
         attention_windows(config.get_mtp_config())
         native = MtpModel.from_pretrained(stand_in, device_map={"": target.device})
@@ -179,6 +215,21 @@ def _read(
             "native MTP: modules that share one output norm (chain_hidden_post_norm) are not known"
         )
     return native
+
+
+def _stand_in(
+    target: TargetModel,
+    place: str,
+    config: PreTrainedConfig,
+    patterns: list[str],
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """The target as transformers wants to see it; shares every module and weight with it."""
+    config.name_or_path, config.dtype = place, dtype
+    model: PreTrainedModel = copy.copy(target.model)
+    model.config = config
+    model._keys_to_ignore_on_load_unexpected = patterns
+    return model
 
 
 NOT_RECORDED = (

@@ -43,6 +43,8 @@ def warm_start(drafter: Drafter, other: Drafter) -> list[str]:
             _copy_columns(drafter, other, place, source)
         elif name == "mask_hidden":
             _copy_columns(drafter, other, place.flatten(0, 1), source.flatten(0, 1), missing=None)
+        elif name == "input_norm.weight":
+            _copy_columns(drafter, other, place[None], source[None], missing=None)
         elif source.shape == place.shape:
             place.copy_(source)
         else:
@@ -72,13 +74,14 @@ def _check(drafter: Drafter, other: Drafter) -> None:
 
 
 def _token_rows(drafter: Drafter) -> set[str]:
-    """Parameters with one row per token of the draft vocabulary."""
+    """Parameters with one row, or one number, per token of the draft vocabulary."""
     size = drafter.config.draft_vocab_size
     parts = [part for module in drafter.output_modules() if module for part in module.modules()]
     matrices = {
-        id(part.weight)
+        id(place)
         for part in parts
         if isinstance(part, nn.Linear) and part.out_features == size
+        for place in part.parameters()
     }
     return {name for name, place in drafter.named_parameters() if id(place) in matrices}
 

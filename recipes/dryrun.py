@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from drafters import Drafter, TargetModel
+from drafters.config import DrafterConfig
+from drafters.export import head_config
 from drafters.families import DFlashConfig
 from drafters.loading import FAMILIES, build_config
 from drafters.placement import layer_list
+from recipes.heads import NATIVE
 from recipes.shadow import COPIES, Shadow
 from training.chunked import Sample, sampled
 from training.config import TrainConfig
@@ -129,8 +132,32 @@ def _model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedMod
     return model
 
 
+def continued(config: TrainConfig, model_config: PreTrainedConfig) -> DrafterConfig | None:
+    """The configuration of the head that ``drafter.init_from`` names; outside of a :class:`Shadow`,
+    for its file is looked at.
+
+    Args:
+        config: resolved.
+        model_config: of the target.
+
+    Returns:
+        None for a new head.
+
+    Raises:
+        ValueError: no head there.
+    """
+    if config.drafter.init_from in (None, NATIVE):
+        return None
+    with torch.device("meta"):
+        target = planned_target(config, model_config)
+    return head_config(config.drafter.init_from, target)
+
+
 def planned_head(
-    config: TrainConfig, target: TargetModel, draft_vocab_size: int | None = None
+    config: TrainConfig,
+    target: TargetModel,
+    draft_vocab_size: int | None = None,
+    shape: DrafterConfig | None = None,
 ) -> Drafter:
     """The head that the options describe; one that is continued has the shape of its config.
 
@@ -138,18 +165,19 @@ def planned_head(
         config: resolved.
         target: to attach to.
         draft_vocab_size: what ``drafter.draft_vocab_coverage`` chose, where it is known.
+        shape: what :func:`continued` found, where it was asked.
 
     Raises:
         ValueError: options that do not fit the target.
     """
     options = config.drafter
-    if options.init_from == "native":
+    if options.init_from == NATIVE:
         raise ValueError(
             "drafter.init_from=native: the modules are read from the target's files, so a plan "
             "cannot be made without them"
         )
     if options.init_from is not None:
-        shape = AutoConfig.from_pretrained(options.init_from)
+        shape = shape or head_config(options.init_from, target)
         shape.target_fingerprint = None
         return FAMILIES[options.family](shape).attach(target)
     family, fields = FAMILIES[options.family], options.head_fields()
@@ -178,11 +206,13 @@ def trace_step(
         ValueError: options that do not fit the target.
         UnpredictableError: see there.
     """
+    with _explained():
+        shape = continued(config, model_config)
     with _explained(), Shadow() as shadow:
         with shadow.counting(TARGET):
             target = planned_target(config, model_config)
         with shadow.counting(HEAD):
-            drafter = planned_head(config, target, draft_vocab_size)
+            drafter = planned_head(config, target, draft_vocab_size, shape)
             counts = torch.zeros(target.vocab_size, dtype=torch.int64)
             drafter.set_draft_vocab(counts, start="random")
         return measure_step(shadow, config, target, drafter, accumulates)

@@ -300,8 +300,8 @@ def head_config(head: str) -> dict[str, object]:
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not str(config.get("model_type", "")).startswith("headway-"):
         raise ValueError(
-            f"--save: {head} is not a folder with a head in this project's own format; export it "
-            "with `python -m scripts.export --format native` first"
+            f"--save: {head} is not a folder with a head in this project's own format; take it "
+            "over with `python -m scripts.import_head` first"
         )
     return config
 

@@ -9,23 +9,15 @@ has no place for is said. The last line is one JSON object.
 
 import argparse
 
-from drafters.export import (
-    FORMATS,
-    golden_inputs,
-    golden_logits,
-    read_as,
-    read_head,
-    write_as,
-)
+from drafters.export import FORMATS, CardFacts, read_as, read_head
 from scripts.common import add_options, load_target, parser_for, run
-from scripts.export import report
-from training.provenance import provenance
+from scripts.export import report, write
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    parser.add_argument("head", metavar="HEAD", help="folder of the head")
+    parser.add_argument("head", metavar="HEAD", help="folder or hub id of the head")
     add_options(parser, "--target", "--dtype", "--device", "--threads")
     parser.add_argument("--from", dest="source", choices=FORMATS, help="dialect of HEAD")
     parser.add_argument("--to", choices=FORMATS, required=True, help="dialect to write")
@@ -57,10 +49,8 @@ def take(args: argparse.Namespace, name: str, with_embeddings: bool) -> None:
         head = read_head(args.head, target, target.dtype)
     else:
         head = read_as(args.source, args.head, target, target.dtype)
-    export = write_as(name, head, args.out, with_embeddings, provenance())
-    inputs = golden_inputs(head)
-    again = golden_logits(read_as(name, args.out, target, target.dtype), inputs)
-    report(export, (again - golden_logits(head, inputs)).abs().max().item())
+    facts = CardFacts(place=args.out)
+    report(*write(args.head, head, name, args.out, with_embeddings, facts))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ exit code is 1 where a fault was found.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from drafters import TargetModel
+from drafters.hub import head_folder
 from inference.engines import build_engine
 from inference.generate import plain_generate
 from inference.sampling import SamplingParams
@@ -68,11 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     """Diagnose a head and print what was found."""
     args = parse_args(argv)
     target = load_target(args, args.chat_template)
-    folder = Path(args.head)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(args.head))
     try:
-        loaded = load_head(folder, target)
+        loaded = load_head(head_folder(args.head), target)
     except WrongShape as error:
         wrong = fault("fingerprint", str(error), "use the target that the head was trained on")
         return report(args, [wrong], {"dialect": None, "family": None})

@@ -18,7 +18,7 @@ from scripts.common import add_options, parser_for, run
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_for(__doc__)
-    parser.add_argument("head", metavar="HEAD", help="folder of the head")
+    parser.add_argument("head", metavar="HEAD", help="folder or hub id of the head")
     add_options(parser, "--target", "--dtype", "--device", "--threads")
     parser.add_argument("--from", dest="source", choices=FORMATS, help="dialect of HEAD")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")

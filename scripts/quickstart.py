@@ -129,7 +129,7 @@ def method_steps(method: str, args: argparse.Namespace, answers: Path, cuda: boo
         *("--max-new-tokens", 40, "--size", 24, "--threads", args.threads, *device),
     )
     export = (
-        *("scripts.export", "--target", TARGET, "--head", folder / "head", "--format", dialect),
+        *("scripts.export", folder / "head", "--to", dialect, "--target", TARGET),
         *("--out", export_folder, *device),
     )
     chat = (

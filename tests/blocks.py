@@ -14,9 +14,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash reduced": ("dflash", {"draft_vocab_size": 40}),
     "jetspec": ("dflash", {"causal": True}),
     "jetspec sliding": ("dflash", {"causal": True, "sliding_window": 3, "num_layers": 2}),
+    "dflash mixed layers": (
+        "dflash",
+        {"num_layers": 3, "sliding_window": 3, "window_layers": [0, 2], "causal_layers": [0, 1]},
+    ),
     "dspark vanilla": ("dspark", {"markov_rank": 8, "confidence_head": True}),
     "dspark gated": ("dspark", {"markov_rank": 8, "markov_type": "gated"}),
     "dspark rnn": ("dspark", {"markov_rank": 8, "markov_type": "rnn", "confidence_head": True}),
+    "dspark biased": (
+        "dspark",
+        {
+            "markov_rank": 8,
+            "markov_type": "gated",
+            "markov_bias": True,
+            "sample_from_anchor": False,
+            "confidence_head": True,
+            "confidence_with_markov": False,
+        },
+    ),
+    "dspark biased rnn": ("dspark", {"markov_rank": 8, "markov_type": "rnn", "markov_bias": True}),
     "dspark none": ("dspark", {"markov_type": "none", "block_size": 4}),
     "dspark reduced": (
         "dspark",
@@ -25,6 +41,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("peagle", {"num_drafts": 4}),
     "peagle two layers": ("peagle", {"num_layers": 2, "fc_norm": True, "draft_vocab_size": 40}),
     "peagle sliding": ("peagle", {"num_drafts": 5, "sliding_window": 5, "qk_norm": True}),
+    "peagle norms": (
+        "peagle",
+        {"num_drafts": 4, "norm_before_residual": True, "norm_before_fc": True},
+    ),
+    "peagle own embedding": (
+        "peagle",
+        {"num_drafts": 4, "num_layers": 1, "own_embedding": True, "mask_token_id": 90},
+    ),
 }
 """Every option that changes what is computed, by a name for the test's id."""
 

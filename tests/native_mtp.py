@@ -59,7 +59,12 @@ MODULES = [(kind, 1) for kind in KINDS] + [("deepseek_v3", 2), ("glm4_moe", 3)]
 
 
 def save_checkpoint(
-    folder: Path, kind: str, modules: int = 1, drop: str | None = None, seed: int = 0
+    folder: Path,
+    kind: str,
+    modules: int = 1,
+    drop: str | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> Path:
     """A model folder with two shards, the MTP tensors in the second.
 
@@ -69,6 +74,7 @@ def save_checkpoint(
         modules: MTP modules; 0 leaves them out.
         drop: an MTP tensor to leave out, by the end of its name.
         seed: of the weights.
+        dtype: of the files.
     """
     options = {**COMMON, "num_hidden_layers": LAYERS, **KINDS[kind]}
     longer = {**options, "num_hidden_layers": LAYERS + modules}
@@ -87,13 +93,14 @@ def save_checkpoint(
     extra = {name: t for name, t in extra.items() if drop is None or not name.endswith(drop)}
     shards = {"model-00001-of-00002.safetensors": own, "model-00002-of-00002.safetensors": extra}
     for file, tensors in shards.items():
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        save_file(stored, folder / file, metadata={"format": "pt"})
     places = {name: file for file, tensors in shards.items() for name in tensors}
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if modules and not kind.startswith("qwen"):
         options["num_mtp_layers"] = modules
-    config = CONFIG_MAPPING[kind](**options, dtype=torch.float64)
+    config = CONFIG_MAPPING[kind](**options, dtype=dtype)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     tiny_tokenizer(96).save_pretrained(folder)

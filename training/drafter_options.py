@@ -119,6 +119,10 @@ class HydraOptions(DecoderOptions):
     """Residual blocks per head."""
     shared_lm_head: bool = False
     """Use the target's frozen output matrix for all heads (large vocabularies)."""
+    lm_head_bias: bool = False
+    """A bias on each head's own output matrix."""
+    prefix_norm: bool = False
+    """Norm what the prefix layer gives, as the authors' code does."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where options are out of range or contradict each other."""
@@ -149,13 +153,23 @@ class FusedOptions(DecoderOptions):
     """hidden_states indices to fuse; null is [2, n//2, n-3]."""
 
 
-@DrafterOptions.register_subclass("eagle3")
 @dataclass
-class Eagle3Options(FusedOptions):
-    """EAGLE-3 (arXiv:2503.01840)."""
+class NormedFusionOptions(FusedOptions):
+    """Norms around the fusion: of EAGLE-3 and P-EAGLE."""
 
     fc_norm: bool = False
     """Normalise each feature before the fusion (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """Normalise all features together before the fusion."""
+    norm_before_residual: bool = False
+    """Start the residual stream from the normed feature, as speculators can."""
+
+
+@DrafterOptions.register_subclass("eagle3")
+@dataclass
+class Eagle3Options(NormedFusionOptions):
+    """EAGLE-3 (arXiv:2503.01840)."""
+
     norm_output: bool = False
     """Feed the normed output back (EAGLE-3.1)."""
 
@@ -175,13 +189,11 @@ class MtpOptions(DecoderOptions):
 
 @DrafterOptions.register_subclass("peagle")
 @dataclass
-class PEagleOptions(FusedOptions):
+class PEagleOptions(NormedFusionOptions):
     """P-EAGLE (arXiv:2602.01469)."""
 
     num_drafts: int = 8
     """K, tokens per pass."""
-    fc_norm: bool = False
-    """Normalise each feature before the fusion."""
 
 
 @DrafterOptions.register_subclass("dflash")

@@ -21,6 +21,7 @@ from drafters.export.folder import ExportError
 from drafters.target import TargetModel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,12 @@ class Dialect(ABC):
             head: with its target attached.
         """
 
+    def servable(self, head: Drafter) -> Drafter:
+        """The head as the engines compute it; another one only where all of them leave out a part
+        of it, such as a draft vocabulary.
+        """
+        return head
+
     @abstractmethod
     def config(self, head: Drafter) -> dict[str, Any]:
         """config.json of a head that is not refused."""
@@ -171,6 +178,12 @@ class Dialect(ABC):
         """A foreign config with the keys that its trainer left to the engines' defaults."""
         return config
 
+    def adapted(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A foreign config, not completed yet, with what its tensors (renamed) say more reliably:
+        published Medusa heads, for one, have configs that name fewer heads than there are.
+        """
+        return config
+
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Foreign tensors under the names of ``specs``; unknown ones as they are."""
         return tensors
@@ -188,6 +201,14 @@ class Dialect(ABC):
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
         """Where a config does not fit the target it is to be served with."""
         return []
+
+    def borrowed_problems(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel
+    ) -> list[str]:
+        """Tensors of a checked file that must be the target's own, which Headway's heads borrow,
+        and are not: its embedding, where the dialect says nothing else.
+        """
+        return embedding_problems(tensors.get(EMBEDDING), target)
 
     def parsed_problems(
         self, config: Mapping[str, Any], parsed: Mapping[str, Any]
@@ -278,7 +299,7 @@ def tensor_problems(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None)
         dtype: of the file's floating-point tensors; None if any will do.
     """
     if tuple(tensor.shape) != spec.shape:
-        turned = " (that is its transpose)" if tensor.T.shape == spec.shape else ""
+        turned = " (that is its transpose)" if tensor.shape[::-1] == spec.shape else ""
         return [
             f"{spec.name} has shape {list(tensor.shape)}, the config asks for {list(spec.shape)}"
             f"{turned}"
@@ -295,6 +316,19 @@ def tensor_problems(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None)
     if tensor.dim() == 2 and not spec.zero and not tensor.any():
         return [f"{spec.name} is all zeros: it was never trained"]
     return []
+
+
+def embedding_problems(found: Tensor | None, target: TargetModel) -> list[str]:
+    """Where a file's embedding (V, D) is there and is not the target's."""
+    if found is None:
+        return []
+    weight = target.embedding.get_parameter("weight").cpu()
+    if weight.to(found.dtype).equal(found):
+        return []
+    return [
+        f"{EMBEDDING} is not the embedding of {target.name!r}: the head has its own, or belongs to "
+        "another target"
+    ]
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.block import choose_mask_token
 from drafters.export.dialect import TensorSpec
+from drafters.peagle import PEagleDrafter
+from drafters.rope import extension_problems
 from drafters.target import TargetModel
 from drafters.vocab import draft_index, from_offsets, to_offsets
 
 OFFSETS, MARKS = "d2t", "t2d"
-EMBEDDING = "embed_tokens.weight"
 LAYER_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -53,16 +55,29 @@ def layer_keys(head: Drafter) -> dict[str, Any]:
 
 
 def rope_keys(head: Drafter) -> dict[str, Any]:
-    """Plain RoPE in both spellings, and the target's longest position: engines limit the draft's
+    """RoPE in both spellings, and the target's longest position: engines limit the draft's
     context, and with it the rotary tables, to what the draft's config says.
     """
-    theta = float(head.config.rope_theta)
+    theta, extension = float(head.config.rope_theta), head.config.rope_extension
     return {
         "max_position_embeddings": head.target.max_length,
         "rope_theta": theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_scaling": extension and dict(extension),
+        "rope_parameters": {**(extension or {"rope_type": "default"}), "rope_theta": theta},
     }
+
+
+def rope_extension(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a config whose ``rope_parameters`` passed :func:`rope_problems`; None for plain RoPE."""
+    found = _extension(config["rope_parameters"])
+    return None if found["rope_type"] == "default" else found
+
+
+def _extension(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling of RoPE without what others have in it."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    left_out = ("rope_theta", "type", "rope_type")
+    return {"rope_type": kind, **{key: rope[key] for key in rope if key not in left_out}}
 
 
 def special_tokens(target: TargetModel) -> dict[str, Any]:
@@ -95,11 +110,12 @@ def complete_layers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **found, "rope_theta": theta}
 
 
-def rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """Both spellings must say the same, and ask for plain RoPE, the only kind our heads have.
+def rope_problems(config: Mapping[str, Any], extended: bool = False) -> list[str]:
+    """Both spellings must say the same, and ask for RoPE that our heads have.
 
     Args:
         config: with ``rope_theta``, ``rope_parameters`` and ``rope_scaling``.
+        extended: whether the dialect reads more than plain RoPE (:func:`rope_extension`).
     """
     parameters, scaling = config["rope_parameters"], config["rope_scaling"]
     problems = []
@@ -109,9 +125,18 @@ def rope_problems(config: Mapping[str, Any]) -> list[str]:
             f"{parameters.get('rope_theta')}"
         )
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling or {})):
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
+        found = _extension(value)
+        if found["rope_type"] == "default":
+            continue
+        if not extended:
+            kind = found["rope_type"]
             problems.append(f"{name} asks for {kind!r} RoPE: only plain RoPE is supported")
+        else:
+            problems += [f"{name}: {problem}" for problem in extension_problems(found)]
+    spelled = [_extension(value) for value in (parameters, scaling) if value]
+    plain = all(found["rope_type"] == "default" for found in spelled)
+    if not problems and not plain and spelled[0] != spelled[-1]:
+        problems.append(f"rope_scaling {scaling} and rope_parameters {parameters} disagree")
     return problems
 
 
@@ -143,8 +168,10 @@ def shape_refusals(head: Drafter, **only: Any) -> list[str]:
 
     Args:
         head: to be written.
-        **only: field to the one value that can be written.
+        **only: field to the one value that can be written; ``attention_bias`` to False and
+            ``rope_extension`` to None where they are not named.
     """
+    only = {"attention_bias": False, "rope_extension": None, **only}
     return [
         f"{name}={value}: loaders of this dialect know only {name}={wanted}"
         for name, wanted in only.items()
@@ -165,7 +192,37 @@ def target_refusals(head: Drafter) -> list[str]:
     ]
 
 
+def output_refusals(head: Drafter) -> list[str]:
+    """What the target does to its logits that engines do not do for a head that borrows its output
+    matrix.
+    """
+    target = head.target
+    capped = getattr(target.config, "final_logit_softcapping", None)
+    if target.lm_head.bias is None and target.logit_scale == 1.0 and not capped:
+        return []
+    return [
+        f"target {target.name!r} scales, caps or shifts its logits, which engines do not do for a "
+        "draft head"
+    ]
+
+
 # Tensors ------------------------------------------------------------------------------------------
+
+
+def mask_place(head: PEagleDrafter) -> int:
+    """The row of an embedding that holds the one of a P-EAGLE head's mask rows."""
+    chosen = head.config.mask_token_id
+    return choose_mask_token(head.target) if chosen is None else chosen
+
+
+def masked_embedding(head: PEagleDrafter) -> Tensor:
+    """(V, D): the head's own embedding, or the target's with the mask's in :func:`mask_place`."""
+    if head.embed_tokens is not None:
+        return head.embed_tokens.weight
+    row = head.mask_row()
+    weight = head.target.embedding.get_parameter("weight").to(row, copy=True)
+    weight[mask_place(head)] = row
+    return weight
 
 
 def llama_layer(

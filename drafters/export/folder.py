@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -76,8 +77,14 @@ def publish(folder: Path) -> Iterator[Path]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Save copies on the CPU, readable for whom the folder is readable."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata)
+    """Save copies on the CPU, readable for whom the folder is readable; as a pickled state dict
+    where the name ends in ``.pt``, for programs that read nothing else.
+    """
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if path.suffix == ".pt":
+        torch.save(copies, path)
+        return
+    save_file(copies, path, metadata)
     share(path)
 
 

@@ -23,7 +23,14 @@ from drafters.layers import repeat_heads
 from drafters.medusa import MedusaDrafter
 from drafters.peagle import PEagleDrafter
 
-GOLDEN = "golden.safetensors"
+GOLDEN = "golden.logits"  # of safetensors, but engines read every file with that ending
+UNFELT = {
+    "feature_layers": "the head was written with other feature layers than config.json now says: "
+    "some programs count inputs of layers, others outputs",
+    "draft_vocab": "the head was written with another vocabulary map: that in the file belongs to "
+    "another head",
+}
+"""What golden logits do not depend on, and what is wrong where it differs."""
 PREFIX = 6  # T
 STEPS = 3  # S, where the head itself has no number of drafts
 TOLERANCE = 1e-4
@@ -64,10 +71,24 @@ def golden_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
     raise ValueError(f"no golden logits for {drafter.family!r} heads yet: add a rule to this file")
 
 
+def golden_difference(head: Drafter, again: Drafter) -> float:
+    """How far the golden logits of two heads lie apart, for the tokens that both can propose.
+
+    Args:
+        head: as trained.
+        again: read back from a dialect, some of which leave the draft vocabulary out.
+    """
+    inputs = golden_inputs(head)
+    wanted, found = golden_logits(head, inputs), golden_logits(again, inputs)
+    if head.draft_vocab is not None and again.draft_vocab is None:
+        found = found[:, head.draft_vocab]
+    return (found - wanted).abs().max().item()
+
+
 def write_golden(drafter: Drafter, folder: Path) -> None:
-    """Write inputs and logits to ``folder/golden.safetensors``."""
+    """Write inputs, logits, and what these do not depend on, to ``folder/golden.logits``."""
     inputs = golden_inputs(drafter)
-    tensors = {**inputs, "logits": golden_logits(drafter, inputs)}
+    tensors = {**inputs, **_unfelt(drafter), "logits": golden_logits(drafter, inputs)}
     write_tensors(tensors, folder / GOLDEN, {"family": drafter.family})
 
 
@@ -92,6 +113,9 @@ def check_golden(drafter: Drafter, folder: str | Path, tolerance: float = TOLERA
     for name, value in expected.items():
         if name not in golden or golden[name].shape != value.shape:
             raise ExportError(f"{path}: {name} does not fit this head; it belongs to another one")
+    for name, value in _unfelt(drafter).items():
+        if not torch.equal(golden.get(name, value), value):
+            raise ExportError(f"{path}: {UNFELT[name]}")
     found, wanted = golden_logits(drafter, golden).cpu().double(), golden["logits"].double()
     if found.shape != wanted.shape:
         raise ExportError(
@@ -107,6 +131,14 @@ def check_golden(drafter: Drafter, folder: str | Path, tolerance: float = TOLERA
     return difference
 
 
+def _unfelt(drafter: Drafter) -> dict[str, Tensor]:
+    """Values of ``UNFELT``, as far as the head has them."""
+    found = {"feature_layers": torch.tensor(drafter.feature_layers, dtype=torch.int64)}
+    if drafter.draft_vocab is not None:
+        found["draft_vocab"] = drafter.draft_vocab.cpu()
+    return found
+
+
 def _depths(drafter: Drafter) -> int:
     """S."""
     return drafter.num_drafts or STEPS
@@ -118,7 +150,7 @@ def _chain(drafter: SequentialDrafter, features: Tensor, token_ids: Tensor) -> T
     Where depths have weights of their own every step runs on T rows, or else the first one does and
     the others follow it row by row.
     """
-    attend = _KeepingAttention()
+    attend = KeepingAttention()
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
     prefix = features[None]  # (1, T, F·D)
     captured = prefix if drafter.feature_layers else None
@@ -136,7 +168,7 @@ def _chain(drafter: SequentialDrafter, features: Tensor, token_ids: Tensor) -> T
 
 def _dflash_block(drafter: DFlashDrafter, features: Tensor, token_ids: Tensor) -> Tensor:
     """(T, F·D) context and (T + S - 1,) tokens, of which T - 1 is the root -> (S, Vd) logits."""
-    attend = _KeepingAttention(causal=drafter.config.causal)
+    attend = KeepingAttention(drafter.causal)
     root = token_ids[None, PREFIX - 1]
     block = drafter.blocks(root)  # (1, g)
     positions = torch.arange(PREFIX + block.shape[-1], device=root.device)[None]
@@ -152,7 +184,7 @@ def _dflash_block(drafter: DFlashDrafter, features: Tensor, token_ids: Tensor) -
 
 def _peagle_block(drafter: PEagleDrafter, features: Tensor, token_ids: Tensor) -> Tensor:
     """(T, F·D) prefix and its (T,) tokens, then S - 1 mask rows -> (S, Vd) logits."""
-    attend, depths = _KeepingAttention(), _depths(drafter)
+    attend, depths = KeepingAttention(), _depths(drafter)
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
     text = drafter.text_rows(features[None], token_ids[None, :PREFIX])
     hidden = drafter.run(text, positions[:, :PREFIX], attend)[0, -1:]
@@ -180,14 +212,14 @@ def _aligned(drafter: Drafter) -> Iterator[None]:
             tensor.data = data
 
 
-class _KeepingAttention:
+class KeepingAttention:
     """Attention of new rows to all rows seen so far, the keys of each layer kept between calls.
 
     Args:
-        causal: whether new rows see only earlier ones among themselves.
+        causal: of each layer, whether new rows see only earlier ones among themselves; None: all.
     """
 
-    def __init__(self, causal: bool = True) -> None:
+    def __init__(self, causal: list[bool] | None = None) -> None:
         self.causal = causal
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -205,6 +237,6 @@ class _KeepingAttention:
         keys, values = (repeat_heads(x, groups) for x in self._seen[layer])
         rows, columns = q.shape[2], keys.shape[2]
         visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
-        if self.causal:
+        if self.causal is None or self.causal[layer]:
             visible = visible.tril(columns - rows)
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=visible)

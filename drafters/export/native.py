@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drafters.base import Drafter
-from drafters.export.card import write_card
+from drafters.export.card import HEADWAY, CardFacts, Form, write_card
 from drafters.export.folder import (
     MANIFEST,
     WEIGHTS,
@@ -21,14 +21,18 @@ from drafters.export.folder import (
 )
 from drafters.export.golden import golden_inputs, golden_logits, write_golden
 from drafters.loading import load_drafter
+from drafters.mtp import MtpDrafter
 from drafters.target import TargetModel
 
 FORMAT = "native"
-SERVED = ("headway",)
+SERVED = (HEADWAY,)
 
 
 def write_native(
-    drafter: Drafter, folder: str | Path, provenance: Mapping[str, Any] | None = None
+    drafter: Drafter,
+    folder: str | Path,
+    provenance: Mapping[str, Any] | None = None,
+    facts: CardFacts | None = None,
 ) -> Export:
     """Write any head in the native format, and read it back before it gets its name.
 
@@ -36,6 +40,7 @@ def write_native(
         drafter: the head, with its target attached.
         folder: where to; an export that is already there is replaced, anything else is refused.
         provenance: versions, commit and command line, for the record.
+        facts: for the card.
 
     Raises:
         ExportError: the folder cannot be written, or reads back differently.
@@ -44,7 +49,7 @@ def write_native(
         drafter.save_pretrained(temporary)
         share(temporary / WEIGHTS)
         write_golden(drafter, temporary)
-        write_card(drafter, temporary)
+        write_card(drafter, temporary, Path(folder).name, Form(), facts)
         tensors = read_tensors(temporary / WEIGHTS)
         manifest = {
             "format": FORMAT,
@@ -62,7 +67,22 @@ def write_native(
         if not torch.equal(golden_logits(drafter, inputs), golden_logits(again, inputs)):
             raise ExportError("the head read back gives other logits than the head written")
         size = folder_bytes(temporary)
-    return Export(Path(folder), FORMAT, SERVED, len(tensors), size)
+    return Export(Path(folder), FORMAT, SERVED, len(tensors), size, notes=_notes(drafter))
+
+
+def _notes(drafter: Drafter) -> tuple[str, ...]:
+    """What the user should know before looking for an engine."""
+    if not isinstance(drafter, MtpDrafter):
+        return ()
+    if drafter.config.native_config is None:
+        return (
+            "no engine serves MTP modules that were trained from scratch: they decode with Headway "
+            "alone",
+        )
+    return (
+        "engines look for these modules among the target's own tensors: export them with --to "
+        "mtp-deepseek or mtp-qwen",
+    )
 
 
 def read_native(

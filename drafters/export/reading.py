@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from drafters.base import Drafter
-from drafters.export.dialect import Dialect
-from drafters.export.fields import EMBEDDING
-from drafters.export.folder import CONFIG, MANIFEST, ExportError, read_json, read_tensors
+from drafters.config import DrafterConfig
+from drafters.export.dialect import Dialect, Parts
+from drafters.export.folder import CONFIG, MANIFEST, ExportError, read_json
 from drafters.export.golden import GOLDEN, TOLERANCE, check_golden
-from drafters.export.tensors import folder_tensors
+from drafters.export.tensors import file_tensors, folder_tensors
 from drafters.loading import FAMILIES
 from drafters.target import TargetModel
 
@@ -38,16 +38,16 @@ def read_folder(folder: str | Path, target: TargetModel, dialect: Dialect) -> Dr
         ValueError: the target is not the one recorded with the export.
     """
     folder = Path(folder)
-    config = dialect.complete(read_json(folder / CONFIG), target)
+    config, tensors = _completed(folder, target, dialect)
     dialect.check_config(config)
     for problem in dialect.target_problems(config, target):
         if not problem.startswith("max_position_embeddings"):
             raise ExportError(f"{folder}: wrong target {target.name!r}: {problem}")
         logger.warning("%s: %s: engines limit the context to it", folder, problem)
-    tensors = dialect.renamed(folder_tensors(folder))
     dialect.check_tensors(config, tensors)
-    _check_embedding(tensors, target, folder)
-    head = _build(config, tensors, target, dialect, folder)
+    if foreign := dialect.borrowed_problems(config, tensors, target):
+        raise ExportError(f"{folder}: {'; '.join(foreign)}")
+    head = _build(dialect.parts(config, tensors, target), target, folder)
     if (folder / GOLDEN).is_file():
         check_golden(head, folder, TOLERANCE)
     return head
@@ -74,7 +74,7 @@ def check_folder(
     config = read_json(folder / CONFIG)
     dialect.check_config(config, target)
     check_parsed(folder, config, dialect)
-    tensors = read_tensors(folder / dialect.weights)
+    tensors = file_tensors(folder / dialect.weights)
     dialect.check_tensors(config, tensors)
     return tensors
 
@@ -95,37 +95,47 @@ def check_parsed(folder: Path, config: dict[str, Any], dialect: Dialect) -> None
         raise ExportError(f"{folder}: transformers reads config.json differently: {changed}")
 
 
-def _build(
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    target: TargetModel,
-    dialect: Dialect,
-    folder: Path,
-) -> Drafter:
-    parts = dialect.parts(config, tensors, target)
+def folder_config(folder: Path, target: TargetModel, dialect: Dialect) -> DrafterConfig:
+    """The configuration of a head, with nothing of it compared with the target's weights.
+
+    Args:
+        folder: with config.json and the tensors.
+        target: the model it was trained on; its weights may be on the meta device.
+        dialect: of the folder.
+
+    Raises:
+        ExportError: damaged, incomplete, or of a kind that Headway's heads cannot compute.
+    """
+    config, tensors = _completed(folder, target, dialect)
+    dialect.check_config(config)
+    dialect.check_tensors(config, tensors)
+    return _config(dialect.parts(config, tensors, target), target, folder)
+
+
+def _completed(
+    folder: Path, target: TargetModel, dialect: Dialect
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors, whoever wrote them, in the words of the dialect."""
+    tensors = dialect.renamed(folder_tensors(folder))
+    config = dialect.adapted(read_json(folder / CONFIG), tensors)
+    return dialect.complete(config, target), tensors
+
+
+def _config(parts: Parts, target: TargetModel, folder: Path) -> DrafterConfig:
+    """Fields of a file, of the target, and of our manifest where there is one."""
     recorded = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
     kept = {name: recorded.get(name) for name in RECORDED}
-    drafter_class = FAMILIES[parts.family]
     shape = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "target_num_layers": target.num_layers,
     }
-    head = drafter_class(drafter_class.config_class(**{**shape, **parts.options, **kept}))
+    return FAMILIES[parts.family].config_class(**{**shape, **parts.options, **kept})
+
+
+def _build(parts: Parts, target: TargetModel, folder: Path) -> Drafter:
+    head = FAMILIES[parts.family](_config(parts, target, folder))
     dtype = next(tensor.dtype for tensor in parts.state.values() if tensor.is_floating_point())
     nn.Module.to(head, target.device, dtype)
     head.load_state_dict(parts.state)
     return head.attach(target).eval()
-
-
-def _check_embedding(tensors: dict[str, Tensor], target: TargetModel, folder: Path) -> None:
-    """An embedding in the file must be the target's: Headway's heads always borrow it."""
-    found = tensors.get(EMBEDDING)
-    if found is None:
-        return
-    weight = target.embedding.get_parameter("weight").cpu()
-    if not weight.to(found.dtype).equal(found):
-        raise ExportError(
-            f"{folder}: {EMBEDDING} is not the embedding of {target.name!r}: the head has its own, "
-            "or belongs to another target"
-        )

@@ -4,12 +4,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drafters.export import speculators_dflash, speculators_eagle3, speculators_mtp
+from drafters.export.dflash import DFLASH, DFLASH_VLLM
 from drafters.export.dialect import Dialect
+from drafters.export.dspark import DSPARK_FORMS
+from drafters.export.eagle1 import EAGLE1
+from drafters.export.eagle1_sglang import SGLANG_EAGLE1
+from drafters.export.eagle3_vllm import VLLM
 from drafters.export.folder import CONFIG, MANIFEST, ExportError, read_json
+from drafters.export.hydra import HYDRA
+from drafters.export.medusa import OFFICIAL_MEDUSA
+from drafters.export.medusa_vllm import VLLM_MEDUSA
+from drafters.export.modelopt import MODELOPT
+from drafters.export.peagle_vllm import VLLM_PEAGLE
 from drafters.export.sglang import SGLANG
 from drafters.export.tensors import folder_tensors
 
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (SGLANG,)}
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        speculators_eagle3.EAGLE3,
+        speculators_eagle3.PEAGLE,
+        speculators_dflash.DFLASH,
+        speculators_dflash.DSPARK,
+        speculators_mtp.MTP,
+        DFLASH_VLLM,
+        DFLASH,
+        *DSPARK_FORMS,
+        SGLANG,
+        MODELOPT,
+        VLLM_PEAGLE,
+        VLLM,
+        SGLANG_EAGLE1,
+        EAGLE1,
+        OFFICIAL_MEDUSA,
+        VLLM_MEDUSA,
+        HYDRA,
+    )
+}
 """By name, in the order in which they are asked whether a folder is theirs."""
 
 

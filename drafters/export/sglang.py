@@ -15,14 +15,22 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import default_feature_layers
-from drafters.export.dialect import DTYPES, Dialect, KeySpec, Parts, TensorSpec, type_name
-from drafters.export.fields import (
+from drafters.export.dialect import (
+    DTYPES,
     EMBEDDING,
+    Dialect,
+    KeySpec,
+    Parts,
+    TensorSpec,
+    type_name,
+)
+from drafters.export.fields import (
     LAYER_FIELDS,
     complete_layers,
     from_outputs,
     layer_keys,
     llama_layer,
+    rope_extension,
     rope_keys,
     rope_problems,
     shape_refusals,
@@ -95,7 +103,16 @@ class SglangEagle3(Dialect):
 
     def refusals(self, head: Drafter) -> list[str]:
         """Other layers than one of Llama's, other numbers of features than three."""
-        found = shape_refusals(head, num_layers=1, qk_norm=False, sliding_window=None)
+        found = shape_refusals(
+            head,
+            num_layers=1,
+            qk_norm=False,
+            sliding_window=None,
+            norm_before_residual=False,
+            norm_before_fc=False,
+            own_embedding=False,
+            rope_extension=head.config.rope_extension,
+        )
         if len(head.feature_layers) != NUM_FEATURES:
             found.append(
                 f"feature_layers {list(head.feature_layers)}: engines of this dialect fuse exactly "
@@ -104,8 +121,9 @@ class SglangEagle3(Dialect):
         return found + target_refusals(head)
 
     def served(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Of EAGLE-3.1 SGLang alone."""
-        return ("sglang",) if config["fc_norm"] or config["norm_output"] else self.engines
+        """llama.cpp has no place for EAGLE-3.1's norms, and stretched RoPE was not read there."""
+        newer = config["fc_norm"] or config["norm_output"] or config["rope_scaling"]
+        return ("sglang", "vllm") if newer else self.engines
 
     def config(self, head: Drafter) -> dict[str, Any]:
         """The longest position and the special tokens are the target's."""
@@ -153,8 +171,10 @@ class SglangEagle3(Dialect):
         return notes
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """The first layer is called ``midlayer``."""
-        return "midlayer.hidden_norm.weight" in names and "mask_hidden" not in names
+        """The first layer is called ``midlayer``, and its residual is SGLang's."""
+        if config.get("norm_before_residual") or "mask_hidden" in names:
+            return False
+        return "midlayer.hidden_norm.weight" in names
 
     def complete(self, config: dict[str, Any], target: TargetModel) -> dict[str, Any]:
         """What SpecForge and official EAGLE leave out."""
@@ -184,7 +204,7 @@ class SglangEagle3(Dialect):
         problems = [
             f"{key}={config[key]!r} is not supported" for key in FOREIGN_KEYS if config.get(key)
         ]
-        problems += layer_id_problems(config) + rope_problems(config)
+        problems += layer_id_problems(config) + rope_problems(config, extended=True)
         if config["draft_vocab_size"] > config["vocab_size"]:
             problems.append("draft_vocab_size is larger than vocab_size")
         known = [type_name(dtype) for dtype in DTYPES]
@@ -247,6 +267,7 @@ class SglangEagle3(Dialect):
         """An EAGLE-3 head."""
         copied = (*LAYER_FIELDS, "vocab_size", "draft_vocab_size", "rope_theta", "fc_norm")
         options = {name: config[name] for name in (*copied, "norm_output")}
+        options["rope_extension"] = rope_extension(config)
         options["max_position_embeddings"] = config["max_position_embeddings"]
         options["feature_layers"] = list(config[IDS])
         not_weights = (EMBEDDING, "d2t", "t2d")

@@ -11,7 +11,8 @@ from drafters.export.folder import WEIGHTS, ExportError, read_tensors
 
 INDEX = f"{WEIGHTS}.index.json"
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors", "speculator.safetensors")
-PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "speculator.pt")
+MASK = "mask_embedding.pt"
+PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "speculator.pt")
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
@@ -21,8 +22,14 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
         folder: of a head, ours or another trainer's.
 
     Raises:
-        ExportError: none there, damaged, or a pickle that holds anything but tensors.
+        ExportError: none there, damaged, a pickle that holds anything but tensors, or a file
+            beside them that changes what the head computes.
     """
+    if (folder / MASK).is_file():
+        raise ExportError(
+            f"{folder}: {MASK}: heads with an embedding of their own for the mask token are not "
+            "supported"
+        )
     if (folder / INDEX).is_file():
         return _sharded(folder)
     for name in SAFE:
@@ -34,6 +41,15 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     raise ExportError(
         f"{folder}: no tensors in it: one of {', '.join((*SAFE, INDEX, *PICKLED))} is needed"
     )
+
+
+def file_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file, safetensors or a pickle, as its name says.
+
+    Raises:
+        ExportError: missing or damaged.
+    """
+    return pickled_tensors(path) if path.suffix in (".pt", ".bin") else read_tensors(path)
 
 
 def pickled_tensors(path: Path) -> dict[str, Tensor]:

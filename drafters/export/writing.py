@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.export.dialect import DTYPES, Dialect
-from drafters.export.fields import EMBEDDING
+from drafters.export.card import CardFacts, Form, write_card
+from drafters.export.dialect import DTYPES, EMBEDDING, Dialect
 from drafters.export.folder import (
     CONFIG,
     MANIFEST,
@@ -34,6 +34,7 @@ def write_folder(
     dialect: Dialect,
     with_embeddings: bool = False,
     provenance: Mapping[str, Any] | None = None,
+    facts: CardFacts | None = None,
 ) -> Export:
     """Write a head for serving, and read it back before it gets its name.
 
@@ -44,6 +45,7 @@ def write_folder(
         with_embeddings: also write a copy of the target's embedding, for engines that do not share
             it.
         provenance: versions, commit and command line, for the record.
+        facts: for the card.
 
     Returns:
         What was written, with the tensors left out and notes for the user.
@@ -52,31 +54,34 @@ def write_folder(
         ExportError: the dialect has no place for this head, or the folder cannot be written.
     """
     _refuse(drafter, dialect, with_embeddings)
-    config, tensors = dialect.config(drafter), dialect.tensors(drafter)
-    if with_embeddings:
-        dtype = next(drafter.parameters()).dtype
-        tensors[EMBEDDING] = drafter.target.embedding.get_parameter("weight").to(dtype)
-    left_out = dialect.left_out(drafter)
+    left_out, head = dialect.left_out(drafter), dialect.servable(drafter)
+    config, tensors = dialect.config(head), dialect.tensors(head)
+    if with_embeddings and EMBEDDING not in tensors:  # a head may have its own
+        dtype = next(head.parameters()).dtype
+        tensors[EMBEDDING] = head.target.embedding.get_parameter("weight").to(dtype)
     if left_out:
         logger.warning(
             "left out, the %s dialect has no place for it: %s", dialect.name, list(left_out)
         )
+    served, notes = dialect.served(config), _notes(drafter, dialect, config)
     with publish(Path(folder)) as temporary:
         write_json(config, temporary / CONFIG)
         write_tensors(tensors, temporary / dialect.weights, {"format": "pt"})
-        write_golden(drafter, temporary)
-        manifest = _manifest(drafter, dialect, tensors, left_out, provenance)
+        write_golden(head, temporary)
+        manifest = _manifest(head, dialect, tensors, left_out, provenance)
         write_json(manifest, temporary / MANIFEST)
-        _read_back(drafter, dialect, config, temporary)
+        form = Form(dialect.name, served, config, notes, left_out)
+        write_card(head, temporary, Path(folder).name, form, facts)
+        _read_back(head, dialect, config, temporary)
         size = folder_bytes(temporary)
     return Export(
         folder=Path(folder),
         format=dialect.name,
-        served=dialect.served(config),
+        served=served,
         num_tensors=len(tensors),
         bytes=size,
         left_out=left_out,
-        notes=_notes(drafter, dialect, config),
+        notes=notes,
     )
 
 
@@ -141,7 +146,12 @@ def _manifest(
 
 
 def _notes(head: Drafter, dialect: Dialect, config: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = list(dialect.notes(head, config))
+    return (*dialect.notes(head, config), *common_notes(head))
+
+
+def common_notes(head: Drafter) -> list[str]:
+    """What no dialect has a place for, as far as a head has it."""
+    notes = []
     if reference := head.config.reference:
         notes.append(
             "serve it with the merged target that its training wrote (target/), not with "
@@ -156,4 +166,4 @@ def _notes(head: Drafter, dialect: Dialect, config: Mapping[str, Any]) -> tuple[
             f"its draft temperature {head.config.draft_temperature:g} is not in the file: engines "
             "draw drafts at the request's temperature or take the likeliest"
         )
-    return tuple(notes)
+    return notes

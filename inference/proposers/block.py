@@ -103,7 +103,7 @@ class DFlashProposer(BlockProposer):
             drafter.inject(drafter.context(part), positions[None], cache.append)
         tokens = drafter.blocks(torch.tensor([state.tokens[-1]], device=device))  # (1, g)
         positions = root + torch.arange(tokens.shape[1], device=device)[None]
-        attend = cache.rows(0, drafter.config.causal)
+        attend = cache.rows(0, drafter.causal)
         return drafter.drafting(drafter(tokens, positions, attend)[0])
 
 
@@ -185,16 +185,17 @@ class PEagleProposer(BlockProposer):
         device, count = features.device, len(features)
         tokens = torch.tensor(state.tokens[start + 1 :], device=device)[None]
         positions = torch.arange(start, start + count + masks, device=device)[None]
+        causal = [True] * len(drafter.windows)
         last = (count - 1) // PREFILL_ROWS * PREFILL_ROWS  # where the last stretch begins
         for first in range(0, last, PREFILL_ROWS):
             part = slice(first, first + PREFILL_ROWS)
             rows = drafter.text_rows(features[None, part], tokens[:, part])
-            drafter.run(rows, positions[:, part], cache.rows(PREFILL_ROWS, causal=True))
+            drafter.run(rows, positions[:, part], cache.rows(PREFILL_ROWS, causal))
         text = drafter.text_rows(features[None, last:], tokens[:, last:])
         both = [
             torch.cat(pair, dim=1) for pair in zip(text, drafter.mask_rows(1, masks), strict=True)
         ]
-        attend = cache.rows(count - last, causal=True)
+        attend = cache.rows(count - last, causal)
         hidden = drafter.run((both[0], both[1]), positions[:, last:], attend)
         return hidden[0, -masks - 1 :]
 

@@ -39,12 +39,13 @@ class ContextCache:
             self._layers[layer].store(k, v)
             self._layers[layer].length += k.shape[2]
 
-    def rows(self, commit: int, causal: bool) -> Attend:
+    def rows(self, commit: int, causal: Sequence[bool]) -> Attend:
         """Attention of n rows at the positions behind what is committed.
 
         Args:
             commit: how many of the first of them belong to the text and are kept.
-            causal: rows see only earlier ones of the same pass; otherwise all of them.
+            causal: of each layer, whether rows see only earlier ones of the same pass; otherwise
+                all of them.
         """
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class ContextCache:
             places = torch.arange(keys.shape[2], device=k.device)
             rows = places[-k.shape[2] :]
             mask = torch.ones(len(rows), len(places), dtype=torch.bool, device=k.device)
-            if causal:
+            if causal[layer]:
                 mask = places <= rows[:, None]
             return attend_rows(q, keys, values, own.windowed(mask, rows, places))
 

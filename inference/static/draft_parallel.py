@@ -20,7 +20,7 @@ from drafters.dspark import DSparkDrafter
 from drafters.layers import Attend
 from drafters.peagle import PEagleDrafter
 from inference.static.draft_base import Committed, StaticDrafter
-from inference.static.draft_cache import first_bits
+from inference.static.draft_cache import StaticDraftCache, first_bits
 from inference.static.draft_sequential import chain_rows
 from inference.static.growth import Growth
 from inference.static.tree import DraftTree, take
@@ -96,8 +96,12 @@ class DFlashDraft(ParallelDraft):
         super().__init__(drafter, growth, batch, capacity, new_rows)
         size = drafter.config.block_size
         self._places = torch.arange(size, device=self.device)[None]
-        seen = self._places + 1 if drafter.config.causal else torch.full_like(self._places, size)
-        self._seen = first_bits(seen, word_count(size))  # (1, g, W)
+        words = word_count(size)
+        whole = torch.full_like(self._places, size)
+        self._seen = {  # by whether a layer is causal, (1, g, W)
+            False: first_bits(whole, words),
+            True: first_bits(self._places + 1, words),
+        }
         self.caches = [self.new_cache(drafter.windows)]
 
     def absorb_text(self, new: Committed, before: int) -> None:
@@ -116,8 +120,17 @@ class DFlashDraft(ParallelDraft):
         self.absorb_rows(new)
         batch, [cache] = len(new.tokens), self.caches
         tokens = self.drafter.blocks(new.roots)  # (B, g)
-        attend = cache.rows(self._seen.expand(batch, -1, -1), self._places.expand(batch, -1))
+        attend = self._attend(cache, batch)
         return self.drafter.drafting(self.drafter(tokens, cache.positions(tokens.shape[1]), attend))
+
+    def _attend(self, cache: StaticDraftCache, batch: int) -> Attend:
+        """Of the block's rows, in each layer as it is causal or not."""
+        causal, places = self.drafter.causal, self._places.expand(batch, -1)
+        of = {
+            kind: cache.rows(seen.expand(batch, -1, -1), places)
+            for kind, seen in self._seen.items()
+        }
+        return lambda layer, q, k, v: of[causal[layer]](layer, q, k, v)
 
     def logits(self, rows: Tensor) -> Tensor:
         """By the target's matrix."""

@@ -18,6 +18,7 @@ from drafters import TargetModel
 from drafters.config import default_feature_layers, spread_feature_layers
 from drafters.export.fields import from_outputs
 from drafters.loading import FAMILIES
+from drafters.rope import extension_problems
 from drafters.vocab import from_offsets
 from recipes.diagnosis.findings import Finding, fault, unknown
 
@@ -49,7 +50,6 @@ class Translated:
         state: tensors by Headway's names.
         layers: the feature layers as the file names them, valid or not.
         embedding: the target's embedding, where the file has a copy.
-        normed_residual: the first layer's residual is the normed feature (speculators).
         findings: what is odd already.
     """
 
@@ -59,7 +59,6 @@ class Translated:
     state: dict[str, Tensor]
     layers: tuple[int, ...] = ()
     embedding: Tensor | None = None
-    normed_residual: bool = False
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -112,7 +111,8 @@ def _eagle3(config: dict[str, Any], names: dict[str, Tensor], target: TargetMode
     }
     embedding = state.pop("embed_tokens.weight", None)
     found = Translated(dialect, "eagle3", _decoder_options(config, state), state, (), embedding)
-    found.normed_residual = bool(config.get("norm_before_residual"))
+    found.options["norm_before_residual"] = bool(config.get("norm_before_residual"))
+    found.options["norm_before_fc"] = "input_norm.weight" in state
     d2t = state.pop("d2t", state.pop("draft_id_to_target_id", None))
     rows = state["lm_head.weight"].shape[0] if "lm_head.weight" in state else None
     if rows == target.hidden_size and state["lm_head.weight"].shape[1] != target.hidden_size:
@@ -267,6 +267,10 @@ def _decoder_options(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if theta := config.get("rope_theta") or rope.get("rope_theta"):
         options["rope_theta"] = float(theta)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    extension = {key: rope[key] for key in rope if key not in ("rope_theta", "type")}
+    if kind != "default" and not extension_problems(extension | {"rope_type": kind}):
+        options["rope_extension"] = extension | {"rope_type": kind}
     heads = config.get("num_attention_heads")
     if heads and "head_dim" not in options and config.get("hidden_size"):
         options["head_dim"] = config["hidden_size"] // heads

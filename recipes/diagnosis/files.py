@@ -21,7 +21,6 @@ from drafters.families import DFlashConfig, Eagle3Config
 from drafters.loading import FAMILIES, build_config
 from recipes.diagnosis.dialects import Translated, translate
 from recipes.diagnosis.findings import Finding, fault
-from recipes.diagnosis.variants import normed_residual
 
 _PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 _RECORDED = ("target_name", "target_fingerprint", "reference")
@@ -75,8 +74,6 @@ def load_head(folder: str | Path, target: TargetModel) -> LoadedHead:
     layers = _usable_layers(found, target)
     head = _build(found, layers, target)
     missing = _fill(head, found)
-    if found.normed_residual:
-        normed_residual(head)
     recorded = config.get("target_fingerprint") or _manifest(folder).get("target_fingerprint") or {}
     return LoadedHead(
         folder,

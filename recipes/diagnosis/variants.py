@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter
-from drafters.eagle import Eagle3Drafter, Eagle3Layer
+from drafters.eagle import Eagle3Drafter
 from drafters.eagle1 import Eagle1Drafter
-from drafters.layers import Attend, Attention, GatedMLP, RMSNorm
+from drafters.layers import Attention, GatedMLP, RMSNorm
 from drafters.mtp import MtpDrafter, MtpModule
 from drafters.vocab import to_offsets
 
@@ -28,26 +28,12 @@ def changed(head: Drafter, change: Change) -> Drafter | None:
         return again if change(again) else None
 
 
-class NormedResidualLayer(Eagle3Layer):
-    """EAGLE-3's first layer as speculators trains it by default: the residual is the normed
-    feature.
-    """
-
-    def forward(
-        self, embeds: Tensor, feature: Tensor, position_ids: Tensor, attend: Attend
-    ) -> Tensor:
-        """(B, T, D) embeddings and (B, T, D) features -> (B, T, D)."""
-        qkv = self.inside(self._project, embeds, feature, position_ids)
-        normed = self.hidden_norm(feature)
-        return self.inside(self._finish, normed, attend(self.self_attn.layer, *qkv))
-
-
 def normed_residual(head: Drafter) -> bool:
     """The other residual of EAGLE-3's first layer."""
     if not isinstance(head, Eagle3Drafter):
         return False
-    plain = isinstance(head.midlayer, NormedResidualLayer)
-    head.midlayer.__class__ = Eagle3Layer if plain else NormedResidualLayer
+    layer = head.midlayer
+    layer.norm_before_residual = not layer.norm_before_residual
     return True
 
 
@@ -171,7 +157,9 @@ def no_fc_norm(head: Drafter) -> bool:
     if not isinstance(head, Eagle3Drafter):
         return False
     size, count = head.config.hidden_size, len(head.feature_layers)
-    if head.fc_norm is None:
+    if head.input_norm is not None:
+        head.input_norm = None
+    elif head.fc_norm is None:
         head.fc_norm = nn.ModuleList(RMSNorm(size, head.config.rms_norm_eps) for _ in range(count))
     else:
         head.fc_norm = None

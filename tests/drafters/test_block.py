@@ -38,7 +38,7 @@ def run(head: DFlashDrafter, features: Tensor, token: int, ids: Tensor | None = 
     head.inject(head.context(features), torch.arange(length)[None], cache.append)
     ids = head.blocks(torch.tensor([token])) if ids is None else ids
     positions = length + torch.arange(ids.shape[1])[None]
-    return head(ids, positions, cache.rows(0, head.config.causal))[0]
+    return head(ids, positions, cache.rows(0, head.causal))[0]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,11 +74,14 @@ def by_hand(head: DFlashDrafter, features: Tensor, token: int) -> Tensor:
         v = heads(both, a + "v_proj.weight", place, None)
         out = torch.zeros_like(q)
         for row in range(size):
-            window = config.sliding_window or 10**6
+            chosen = config.window_layers
+            has_window = chosen is None or i in chosen
+            window = (config.sliding_window if has_window else None) or 10**6
+            causal = config.causal or i in (config.causal_layers or ())
             seen = [
                 j
                 for j in range(length + size)
-                if length + row - j < window and (j <= length + row or not config.causal)
+                if length + row - j < window and (j <= length + row or not causal)
             ]
             for head_index in range(config.num_attention_heads):
                 own = head_index // groups
@@ -99,6 +102,7 @@ def by_hand(head: DFlashDrafter, features: Tensor, token: int) -> Tensor:
         {"causal": True, "num_layers": 2},
         {"sliding_window": 3},
         {"sliding_window": 3, "causal": True},
+        {"num_layers": 3, "sliding_window": 3, "window_layers": [0, 2], "causal_layers": [0]},
     ],
     ids=str,
 )

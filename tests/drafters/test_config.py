@@ -204,8 +204,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "mtp": {"num_modules": 2, "hidden_first": True, "norm_output": False},
     "peagle": {"num_drafts": 3, "feature_layers": [0, 4]},
-    "dflash": {"block_size": 5, "causal": True, "mask_token_id": 90},
-    "dspark": {"markov_rank": 3, "markov_type": "rnn", "block_size": 4},
+    "dflash": {
+        "block_size": 5,
+        "mask_token_id": 90,
+        "sliding_window": 9,
+        "window_layers": [0, 2],
+        "causal_layers": [2],
+    },
+    "dspark": {"markov_rank": 3, "markov_type": "rnn", "block_size": 4, "markov_bias": True},
 }
 
 

@@ -1,6 +1,7 @@
 """DSpark: the Markov head's formulas, one draft after the other."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,46 @@ def test_rnn_carries_a_state_from_draft_to_draft(target: TargetModel) -> None:
         torch.testing.assert_close(state, s, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_a_projection_may_have_a_bias(target: TargetModel, kind: str) -> None:
+    """It is what a column of ones beside the projection's input would be."""
+    head = head_of(target, kind, markov_bias=True)
+    plain = head_of(target, kind)
+    name = "gate_proj" if kind == "gated" else "joint_proj"
+    own = getattr(head.markov_head, name)
+    state = {k: v for k, v in head.state_dict().items() if not k.endswith(f"{name}.bias")}
+    plain.load_state_dict(state)
+    hidden, previous = rows(2), torch.tensor([4, 90])
+    start = head.begin_path(hidden)
+    shifted, _ = head.advance(hidden, previous, start)
+    without, _ = plain.advance(hidden, previous, start)
+    assert not torch.allclose(head.logits(shifted), plain.logits(without))
+    size = own.in_features - (R if kind == "gated" else 2 * R)
+    column = own.weight[:, :size] if kind == "gated" else own.weight[:, 2 * R :]
+    solved = torch.linalg.lstsq(column, own.bias[:, None]).solution[:, 0]  # W x = bias
+    assert torch.allclose(column @ solved, own.bias)
+    moved, _ = plain.advance(hidden + solved, previous, start)
+    bias = plain.markov_head.bias(moved)
+    torch.testing.assert_close(head.markov_head.bias(shifted), bias, atol=1e-9, rtol=0)
+
+
+def test_drafts_in_place_begin_behind_the_root(target: TargetModel) -> None:
+    head = head_of(target, "vanilla", block_size=3, mask_token_id=5, sample_from_anchor=False)
+    assert head.num_drafts == 2
+    assert head.blocks(torch.tensor([9])).tolist() == [[9, 5, 5]]
+    assert head.drafting(torch.arange(3)[None, :, None]).flatten().tolist() == [1, 2]
+
+
+def test_confidence_may_read_the_row_alone(target: TargetModel) -> None:
+    head = head_of(target, "rnn", confidence_head=True, confidence_with_markov=False)
+    hidden, previous = rows(2), torch.tensor([4, 90])
+    out, _ = head.advance(hidden, previous, head.begin_path(hidden))
+    proj = head.confidence.proj
+    assert proj.weight.shape == (1, D)
+    expected = (hidden @ proj.weight.T + proj.bias).squeeze(-1).sigmoid()
+    torch.testing.assert_close(head.acceptance(out, 0).double(), expected, atol=1e-6, rtol=0)
+
+
 def test_without_a_markov_head_rows_are_the_pass_s(target: TargetModel) -> None:
     head = head_of(target, "none", confidence_head=True)
     hidden = rows(2)
@@ -144,6 +185,19 @@ def test_tensors_have_the_names_that_engines_load(target: TargetModel) -> None:
     assert names == {f"markov_head.{name}.weight" for name in markov}
 
 
-def test_unknown_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match="markov_type 'lstm' is unknown"):
-        DSparkConfig(markov_type="lstm")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"markov_type": "lstm"}, "markov_type 'lstm' is unknown"),
+        ({"markov_bias": True}, "markov_bias: a vanilla Markov head has no projection"),
+        ({"markov_type": "rnn", "sample_from_anchor": False}, "starts at the root's row"),
+        ({"block_size": 1, "sample_from_anchor": False}, "leaves no row that drafts"),
+        ({"window_layers": [0]}, "window_layers has no effect without sliding_window"),
+        ({"window_layers": [5], "sliding_window": 9}, "must be layers of the head, 0..4"),
+        ({"causal_layers": [-1]}, "causal_layers must be layers of the head"),
+        ({"causal_layers": [0], "causal": True}, "causal_layers has no effect"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DSparkConfig(**options)

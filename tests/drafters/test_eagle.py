@@ -76,7 +76,8 @@ def dense_step(
         causal = torch.ones_like(scores).tril().bool()
         weight = scores.masked_fill(~causal, -math.inf).softmax(-1)
         heads.append(weight @ v[:, group * size : (group + 1) * size])
-    hidden = feature + torch.cat(heads, dim=-1) @ w("self_attn.o_proj").T
+    residual = pair[:, HIDDEN:] if config.norm_before_residual else feature
+    hidden = residual + torch.cat(heads, dim=-1) @ w("self_attn.o_proj").T
     inner = norm(hidden, w("post_attention_layernorm"), eps)
     gate = inner @ w("mlp.gate_proj").T
     inner = gate * gate.sigmoid() * (inner @ w("mlp.up_proj").T)
@@ -90,9 +91,12 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("start", [0, 13])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_step_equals_the_dense_layer(target: TargetModel, norm_output: bool, start: int) -> None:
-    drafter = make_head(target, norm_output=norm_output)
+def test_step_equals_the_dense_layer(
+    target: TargetModel, norm_output: bool, norm_before_residual: bool, start: int
+) -> None:
+    drafter = make_head(target, norm_output=norm_output, norm_before_residual=norm_before_residual)
     feature = drafter.fuse(features(target, drafter))
     positions = torch.arange(start, start + LENGTH)
     hidden, following = drafter(feature, IDS, positions[None], causal)
@@ -129,20 +133,62 @@ def test_residual_stream_is_the_feature_not_its_norm(target: TargetModel) -> Non
     assert (hidden - drafter.norm(feature)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("fc_norm", [False, True])
-def test_fusion(target: TargetModel, fc_norm: bool) -> None:
-    """One matrix over the captured layers in order, each normed on its own in 3.1."""
-    drafter = make_head(target, fc_norm=fc_norm, feature_layers=[0, 3, 5])
+def test_residual_stream_can_be_the_normed_feature(target: TargetModel) -> None:
+    drafter = make_head(target, norm_before_residual=True)
+    drafter.midlayer.self_attn.o_proj.weight.zero_()
+    drafter.midlayer.mlp.down_proj.weight.zero_()
+    feature = drafter.fuse(features(target, drafter))
+    _, following = drafter(feature, IDS, torch.arange(LENGTH)[None], causal)
+    eps, weight = drafter.config.rms_norm_eps, drafter.midlayer.hidden_norm.weight
+    assert (following - norm(feature, weight, eps)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_gradients_equal_those_of_the_dense_layer(
+    target: TargetModel, norm_before_residual: bool, recompute: bool
+) -> None:
+    """Of every weight of the layer and of the feature, recomputed or kept."""
+    drafter = make_head(target, norm_before_residual=norm_before_residual).requires_grad_()
+    drafter.midlayer.recompute = recompute
+    feature = drafter.fuse(features(target, drafter)).detach().requires_grad_()
+    positions = torch.arange(LENGTH)
+    embeds = target.model.model.embed_tokens.weight[IDS[0]]
+    direction = torch.randn(LENGTH, HIDDEN, generator=torch.Generator().manual_seed(2)).double()
+    inputs = {**dict(drafter.midlayer.named_parameters()), "feature": feature}
+
+    hidden, _ = drafter(feature, IDS, positions[None], causal)
+    found = torch.autograd.grad((hidden[0] * direction).sum(), list(inputs.values()))
+    normed, _ = dense_step(drafter, embeds, feature[0], positions)
+    wanted = torch.autograd.grad((normed * direction).sum(), list(inputs.values()))
+    for name, one, other in zip(inputs, found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("option", [None, "fc_norm", "norm_before_fc"])
+def test_fusion(target: TargetModel, option: str | None) -> None:
+    """One matrix over the captured layers in order, each normed on its own in 3.1, or all as one
+    vector.
+    """
+    options = {} if option is None else {option: True}
+    drafter = make_head(target, feature_layers=[0, 3, 5], **options)
     assert drafter.feature_layers == (0, 3, 5)
-    captured = features(target, drafter)
-    parts = [captured[0, :, i * HIDDEN : (i + 1) * HIDDEN] for i in range(3)]
-    if fc_norm:
-        eps = drafter.config.rms_norm_eps
+    captured, eps = features(target, drafter), drafter.config.rms_norm_eps
+    fused = captured[0]
+    if drafter.input_norm is not None:
+        fused = norm(fused, drafter.input_norm.weight, eps)
+    parts = [fused[:, i * HIDDEN : (i + 1) * HIDDEN] for i in range(3)]
+    if drafter.fc_norm is not None:
         parts = [norm(p, n.weight, eps) for p, n in zip(parts, drafter.fc_norm, strict=True)]
     wanted = sum(
         part @ drafter.fc.weight[:, i * HIDDEN : (i + 1) * HIDDEN].T for i, part in enumerate(parts)
     )
     assert (drafter.fuse(captured)[0] - wanted).abs().max() < 1e-11
+
+
+def test_only_one_norm_before_the_fusion(target: TargetModel) -> None:
+    with pytest.raises(ValueError, match=r"fc_norm and norm_before_fc .* choose one"):
+        build_drafter("eagle3", target, fc_norm=True, norm_before_fc=True)
 
 
 def test_two_steps_feed_back_as_configured(target: TargetModel) -> None:

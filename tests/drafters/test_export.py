@@ -220,7 +220,7 @@ def test_the_confidence_head_is_left_out_and_named(target: TargetModel, tmp_path
 
 @pytest.mark.parametrize(
     ("options", "served"),
-    [({}, ("sglang", "vllm", "llama.cpp")), ({"norm_output": True}, ("sglang",))],
+    [({}, ("sglang", "vllm", "llama.cpp")), ({"norm_output": True}, ("sglang", "vllm"))],
 )
 def test_engines_are_named(
     target: TargetModel, tmp_path: Path, options: dict[str, Any], served: tuple[str, ...]
@@ -280,8 +280,8 @@ def test_a_foreign_config_with_only_the_nested_layer_ids(
     [
         ({"norm_before_residual": True}, "norm_before_residual=True is not supported"),
         (
-            {"rope_parameters": None, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "'llama3' RoPE",
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
+            "'dynamic' RoPE",
         ),
         ({"vocab_size": 97}, "vocab_size is 97 but the target has 96"),
     ],
@@ -405,7 +405,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Edit], object], str]] = {
     "a truth value": (configure(hidden_size=True), "hidden_size must be int"),
     "not positive": (configure(head_dim=0), "head_dim must be positive"),
     "rope disagrees": (configure(rope_theta=5.0), "rope_theta is 5.0 but rope_parameters says"),
-    "other rope": (configure(rope_scaling={"rope_type": "yarn"}), "'yarn' RoPE"),
+    "other rope": (configure(rope_scaling={"rope_type": "yarn"}), "yarn RoPE needs a positive"),
     "other engine dtype": (configure(torch_dtype="float64"), "torch_dtype float64 is not one of"),
     "more draft tokens": (configure(draft_vocab_size=97), "larger than vocab_size"),
     "another activation": (configure(hidden_act="gelu"), "hidden_act must be 'silu'"),

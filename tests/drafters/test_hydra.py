@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict] = {
     "shared": {"shared_lm_head": True},
     "plus": {"num_heads": 3, "mlp_layers": 2, "num_layers": 1},
     "plus with norms": {"num_heads": 2, "num_layers": 1, "qk_norm": True},
+    "biased": {"num_heads": 2, "lm_head_bias": True},
 }
 
 
@@ -173,6 +174,54 @@ def test_prefix_layer_is_a_llama_layer_on_the_last_hidden_states(target: TargetM
     assert (found - hidden).abs().max() > 0.1
     assert drafter.windows == [None]
     assert perturbed(target).windows == []
+
+
+def test_a_prefix_norm_norms_what_the_prefix_layer_gives(target: TargetModel) -> None:
+    plain = perturbed(target, num_heads=2, num_layers=1)
+    normed = perturbed(target, num_heads=2, num_layers=1, prefix_norm=True)
+    weight = normed.prefix_norm.weight
+    normed.load_state_dict({**plain.state_dict(), "prefix_norm.weight": weight})
+    hidden = target.forward(IDS).last_hidden
+    wanted = F.rms_norm(plain.begin(None, hidden, POSITIONS, causal), (HIDDEN,), weight, 1e-6)
+    assert (normed.begin(None, hidden, POSITIONS, causal) - wanted).abs().max() < 1e-5
+    assert weight.std() > 0.1
+
+
+def test_an_untrained_prefix_norm_nearly_repeats_the_target() -> None:
+    """It starts with the size that the target's own final norm gives."""
+    target = tiny_target()
+    with torch.no_grad():
+        target.model.model.norm.weight.fill_(1.7)
+    drafter, out = (
+        untrained(target, num_heads=1, num_layers=1, prefix_norm=True),
+        target.forward(IDS),
+    )
+    with torch.no_grad():
+        logits = drafter.logits(run(drafter, out.last_hidden)[0], 0)
+    assert (logits - out.logits).abs().max() < 1e-4 * out.logits.abs().max()
+
+
+def test_biases_of_output_matrices_are_added(target: TargetModel) -> None:
+    drafter = perturbed(target, num_heads=2, lm_head_bias=True)
+    rows = torch.randn(3, HIDDEN, dtype=torch.float64)
+    linear = drafter.lm_heads[1]
+    wanted = rows @ linear.weight.T + linear.bias
+    assert (drafter.logits(rows, 1) - wanted).abs().max() < 1e-12
+    assert linear.bias.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_norm": True}, "prefix_norm belongs to the prefix layer"),
+        ({"lm_head_bias": True, "shared_lm_head": True}, "lm_head_bias has no effect"),
+    ],
+)
+def test_switches_without_effect_are_refused(
+    target: TargetModel, options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_drafter("hydra", target, **options)
 
 
 def test_blocks_are_distinct(target: TargetModel) -> None:

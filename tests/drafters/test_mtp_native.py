@@ -28,6 +28,7 @@ from training.objectives import ObjectiveOptions, build_objective
 IDS = torch.randint(3, 96, (14,), generator=torch.Generator().manual_seed(0)).tolist()
 THEIRS = [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)]
 """What transformers itself can run."""
+PROJECTIONS = ("eh_proj.weight", "mtp.fc.weight")
 
 
 @pytest.fixture(autouse=True)
@@ -248,6 +249,18 @@ def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(ValueError, match="native MTP of"):
+        native(target)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
+def test_quantised_modules(tmp_path: Path, kind: str) -> None:
+    target = load_checkpoint(save_checkpoint(tmp_path, kind))
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = next(name for name in index["weight_map"] if name.endswith(PROJECTIONS))
+    index["weight_map"][f"{name}_scale_inv"] = index["weight_map"][name]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"are quantised \(.*weight_scale_inv\)"):
         native(target)
 
 

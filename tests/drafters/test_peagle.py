@@ -32,10 +32,9 @@ def test_rows_of_the_text_are_eagle3_s_first_step(target: TargetModel, options: 
     assert (missing, sorted(unexpected)) == ([], ["mask_embedding", "mask_hidden"])
     features = torch.randn(1, len(IDS), 96, dtype=torch.float64)
     tokens, positions = torch.tensor([IDS]), torch.arange(len(IDS))[None]
-    found = head.run(
-        head.text_rows(features, tokens), positions, ContextCache(head.windows).rows(6, True)
-    )
-    attend = ContextCache(eagle.windows).rows(6, causal=True)
+    attend = ContextCache(head.windows).rows(6, [True] * len(head.windows))
+    found = head.run(head.text_rows(features, tokens), positions, attend)
+    attend = ContextCache(eagle.windows).rows(6, [True] * len(eagle.windows))
     feature = eagle.begin(features, features, positions, attend)
     expected, _ = eagle(feature, tokens, positions, attend)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
@@ -81,3 +80,27 @@ def test_shape_and_depth(target: TargetModel) -> None:
     assert (head.shape, head.num_drafts) == ("block", 3)
     with pytest.raises(ValueError, match=r"num_drafts must be at least 2 \(one .* EAGLE-3\)"):
         PEagleConfig(num_drafts=1)
+
+
+def test_an_embedding_of_its_own_holds_the_mask_s_row(target: TargetModel) -> None:
+    head = block_head(target, "peagle", noise=0.0, own_embedding=True, mask_token_id=90)
+    assert "mask_embedding" not in head.state_dict()
+    assert torch.equal(head.embed_tokens.weight, target.embedding.weight)  # its start
+    features, tokens = torch.randn(1, 2, 96, dtype=torch.float64), torch.tensor([[7, 9]])
+    with torch.no_grad():
+        head.embed_tokens.weight[7] += 1
+        head.embed_tokens.weight[90] = 2
+    assert torch.equal(head.text_rows(features, tokens)[0], head.embed_tokens(tokens))
+    assert torch.equal(head.mask_rows(1, 1)[0], torch.full((1, 1, 32), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"own_embedding": True}, "own_embedding needs mask_token_id"),
+        ({"mask_token_id": 96}, r"mask_token_id must lie in 0\.\.95"),
+    ],
+)
+def test_places_for_the_mask_are_checked(target: TargetModel, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_drafter("peagle", target, **options)

@@ -39,7 +39,7 @@ SAME: dict[str, dict[str, Any]] = {
     "eagle1": {},
     "eagle3": {"fc_norm": True},
     "mtp": {},
-    "peagle": {},
+    "peagle": {"norm_before_fc": True},
     "dflash": {},
     "dspark": {"markov_rank": 8, "markov_type": "gated"},
 }
@@ -121,6 +121,18 @@ def test_output_rows_go_by_token(
         assert torch.equal(weights(new)[name][row], wanted), token
 
 
+def test_biases_of_output_rows_go_by_token(target: TargetModel) -> None:
+    new = head(target, "hydra", 1, common=20, draft_vocab_size=40, lm_head_bias=True)
+    old = head(target, "hydra", 2, draft_vocab_size=40, lm_head_bias=True)
+    assert new.draft_vocab.tolist() != old.draft_vocab.tolist()
+    assert "lm_heads.0.bias" in warm_start(new, old)
+    mine, theirs = weights(new)["lm_heads.0.bias"], weights(old)["lm_heads.0.bias"]
+    shared = set(new.draft_vocab.tolist()) & set(old.draft_vocab.tolist())
+    for token in shared:
+        row, other = new.draft_vocab.tolist().index(token), old.draft_vocab.tolist().index(token)
+        assert mine[row] == theirs[other]
+
+
 def test_rows_that_stand_for_target_tokens_stay_where_they_are(target: TargetModel) -> None:
     """DSpark's W1 has a row for every token, whatever the draft vocabularies are."""
     new = head(target, "dspark", 1)
@@ -176,6 +188,15 @@ def test_norms_of_captured_layers_go_by_layer(target: TargetModel) -> None:
     warm_start(new, old)
     assert torch.equal(new.fc_norm[0].weight, old.fc_norm[1].weight)
     assert torch.equal(new.fc_norm[1].weight, before)
+
+
+def test_the_norm_over_captured_layers_goes_by_layer(target: TargetModel) -> None:
+    new = head(target, "eagle3", 1, feature_layers=[1, 3], norm_before_fc=True)
+    old = head(target, "eagle3", 2, feature_layers=[0, 1], norm_before_fc=True)
+    size, before = target.hidden_size, new.input_norm.weight.clone()
+    assert "input_norm.weight" in warm_start(new, old)
+    assert torch.equal(new.input_norm.weight[:size], old.input_norm.weight[size:])
+    assert torch.equal(new.input_norm.weight[size:], before[size:])
 
 
 def test_more_captured_layers_change_nothing_at_the_start(target: TargetModel) -> None:

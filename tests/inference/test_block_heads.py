@@ -291,8 +291,8 @@ def test_only_what_is_committed_stays_in_the_cache() -> None:
     for layer in range(2):
         cache.append(layer, k, k)
     q = torch.randn(1, 4, 2, 4)
-    first = [cache.rows(0, True)(layer, q, k[:, :, :2], k[:, :, :2]) for layer in range(2)]
-    again = [cache.rows(1, True)(layer, q, k[:, :, :2], k[:, :, :2]) for layer in range(2)]
+    first = [cache.rows(0, [True] * 2)(layer, q, k[:, :, :2], k[:, :, :2]) for layer in range(2)]
+    again = [cache.rows(1, [True] * 2)(layer, q, k[:, :, :2], k[:, :, :2]) for layer in range(2)]
     assert cache.length == 4
     for one, two in zip(first, again, strict=True):
         assert torch.equal(one, two)
@@ -307,7 +307,7 @@ def test_passes_write_in_place() -> None:
     [layer] = cache._layers
     before = layer._keys
     for commit in (0, 1, 2, 0):
-        cache.rows(commit, True)(0, torch.randn(1, 4, 3, 4), k, k)
+        cache.rows(commit, [True])(0, torch.randn(1, 4, 3, 4), k, k)
         cache.append(0, k[:, :, :0], k[:, :, :0])
         assert layer._keys is before
     assert cache.length == 6 and before is not None

@@ -309,7 +309,7 @@ def test_an_export_that_was_altered(
     write_native(load_head(heads("eagle1"), target).head, tmp_path / "head")
     assert check_tensors(load_head(tmp_path / "head", target)) == []
     edited(tmp_path / "head", tmp_path / "other", None, filled("fc.weight", lambda t: 1.5 * t))
-    (tmp_path / "head" / "golden.safetensors").rename(tmp_path / "other" / "golden.safetensors")
+    (tmp_path / "head" / "golden.logits").rename(tmp_path / "other" / "golden.logits")
     found = check_tensors(load_head(tmp_path / "other", target))
     assert [finding.check for finding in found] == ["tensors"]
 

@@ -25,7 +25,11 @@ ROW = TokenizedRow(DOCUMENT, [False] * 5 + [True] * (LENGTH - 5))
 HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle1": ("eagle1", {}, {"steps": 4}),
     "eagle1, bias, reduced": ("eagle1", {"fc_bias": True, "draft_vocab_size": 50}, {"steps": 4}),
-    "eagle1, two layers, norms": ("eagle1", {"num_layers": 2, "qk_norm": True}, {"steps": 4}),
+    "eagle1, two layers, norms": (
+        "eagle1",
+        {"num_layers": 2, "qk_norm": True, "attention_bias": True},
+        {"steps": 4},
+    ),
     "eagle1, window": ("eagle1", {"sliding_window": 4}, {"steps": 4}),
     "hass": ("eagle1", {}, {"steps": 4, "detach": True, "terms": {"kl": 0.1, "top_k": 1.0}}),
     "hydra": ("hydra", {"num_heads": 4, "mlp_layers": 2}, {}),
@@ -33,7 +37,14 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hydra++": ("hydra", {"num_heads": 3, "num_layers": 1}, {}),
     "hydra++, window, norms": (
         "hydra",
-        {"num_heads": 3, "num_layers": 1, "sliding_window": 4, "qk_norm": True},
+        {
+            "num_heads": 3,
+            "num_layers": 1,
+            "sliding_window": 4,
+            "qk_norm": True,
+            "prefix_norm": True,
+            "lm_head_bias": True,
+        },
         {},
     ),
     "eagle3, one fused": ("eagle3", {"feature_layers": [4]}, {"steps": 4}),
@@ -42,6 +53,12 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"feature_layers": [0, 2, 3, 5], "fc_norm": True, "norm_output": True},
         {"steps": 4},
     ),
+    "eagle3, normed residual and fusion": (
+        "eagle3",
+        {"norm_before_residual": True, "norm_before_fc": True},
+        {"steps": 4},
+    ),
+    "eagle3, own embedding": ("eagle3", {"own_embedding": True}, {"steps": 4}),
     "eagle3, two layers, norms": ("eagle3", {"num_layers": 2, "qk_norm": True}, {"steps": 4}),
     "eagle3, two layers, window": ("eagle3", {"num_layers": 2, "sliding_window": 4}, {"steps": 4}),
     "eagle3, narrow window": ("eagle3", {"sliding_window": 2}, {"steps": 2}),

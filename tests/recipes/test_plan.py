@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from drafters import TargetModel, build_drafter
+from drafters.export import write_as
 from recipes import dryrun, memory, train
 from recipes.dryrun import HEAD, PASS, TARGET, StepTrace, measure_step, trace_step
 from recipes.memory import (
@@ -138,6 +139,22 @@ def test_what_is_turned_down_takes_less() -> None:
     assert trace_step(again, model).at_peak[PASS] < chunked[PASS]
     larger = configured(*base, "--run.micro_batch_size", "2", "--run.batch_size", "4")
     assert trace_step(larger, model).at_peak[PASS] > 1.5 * plain[PASS]
+
+
+@pytest.mark.parametrize("form", ["native", "sglang"])
+def test_a_continued_head_of_any_dialect_has_the_shape_of_its_file(
+    tmp_path: Path, form: str
+) -> None:
+    head = build_drafter("eagle3", llama(), draft_vocab_size=200)
+    head.set_draft_vocab(torch.arange(VOCAB))
+    write_as(form, head, tmp_path / "head")
+    start = ("--drafter.init_from", str(tmp_path / "head"))
+    continued = trace_step(configured(*start), config_of_target())
+    new = trace_step(configured("--drafter.confidence_head", "false"), config_of_target())
+    assert continued == new
+    config = configured("--drafter.init_from", str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="nothing: no such folder"):
+        trace_step(config, config_of_target())
 
 
 def test_engines_share_out_what_they_say() -> None:

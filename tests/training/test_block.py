@@ -254,8 +254,8 @@ ROOTS = torch.tensor([[2, 3, 8, 11], [1, 2, 9, -1]])
 
 def attentions(window: int | None) -> dict[str, tuple[DraftAttention, Rule]]:
     blocks = {
-        "block": (BlockAttention(DOCUMENTS, ROOTS, 3, block, [window]), block),
-        "causal": (BlockAttention(DOCUMENTS, ROOTS, 3, causal_block, [window]), causal_block),
+        "block": (BlockAttention(DOCUMENTS, ROOTS, 3, [block], [window]), block),
+        "causal": (BlockAttention(DOCUMENTS, ROOTS, 3, [causal_block], [window]), causal_block),
         "rollouts": (RolloutAttention(DOCUMENTS, ROOTS, [4, 3, 1], [window]), parallel),
     }
     return {name: (fast, windowed(rule, window)) for name, (fast, rule) in blocks.items()}

@@ -233,7 +233,14 @@ def expected_metrics(
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])
-@pytest.mark.parametrize("variant", [{}, {"norm_output": True, "fc_norm": True}])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"norm_output": True, "fc_norm": True},
+        {"norm_before_residual": True, "norm_before_fc": True},
+    ],
+)
 def test_eagle3_objective_written_out(
     target: TargetModel, draft_vocab_size: int | None, variant: dict
 ) -> None:

@@ -47,7 +47,7 @@ def test_text_rows_see_what_the_mask_says(window: int | None) -> None:
 @pytest.mark.parametrize("kind", ["block", "rollouts"])
 def test_draft_rows_see_what_the_rule_says(kind: str, window: int | None) -> None:
     attention: DraftAttention = (
-        BlockAttention(DOCUMENTS, ROOTS, 3, masks.block, [window])
+        BlockAttention(DOCUMENTS, ROOTS, 3, [masks.block], [window])
         if kind == "block"
         else RolloutAttention(DOCUMENTS, ROOTS, [4, 3, 1], [window])
     )

@@ -64,7 +64,7 @@ class BlockObjective(Objective):
             batch.document_ids,
             rounds.roots,
             config.block_size,
-            causal_block if config.causal else block,
+            [causal_block if causal else block for causal in drafter.causal],
             drafter.windows,
         )
         drafter.inject(drafter.context(data.features), batch.position_ids, attend.store)

@@ -44,21 +44,26 @@ class DraftAttention(ABC):
     Args:
         text: attributes of the text's rows (B, T).
         drafts: attributes of the draft rows (B, Q).
-        rule: who sees whom.
+        rules: of each layer, who sees whom.
         until: (B, Q) the column behind the last one of the text that each draft row sees.
         windows: sliding window of each layer, or None.
     """
 
     def __init__(
-        self, text: Rows, drafts: Rows, rule: Rule, until: Tensor, windows: Sequence[int | None]
+        self,
+        text: Rows,
+        drafts: Rows,
+        rules: Sequence[Rule],
+        until: Tensor,
+        windows: Sequence[int | None],
     ) -> None:
         self._text, self._drafts = text, drafts
-        self._rule, self._windows = rule, list(windows)
+        self._kinds = list(zip(rules, windows, strict=True))
         self._causal = causal_spans(text.document)
         starts = document_starts(text.document).gather(1, (until - 1).clamp_min(0))
         self._spans = Spans(starts, torch.where(drafts.document >= 0, until, 0))
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._known: dict[int | None, tuple[Spans, Spans, Tensor]] = {}
+        self._known: dict[tuple[Rule, int | None], tuple[Spans, Spans, Tensor]] = {}
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keep the text's keys and values (B, Hkv, T, d) of a layer."""
@@ -81,16 +86,16 @@ class DraftAttention(ABC):
 
     def _seen(self, layer: int) -> tuple[Spans, Spans, Tensor]:
         """What text rows see, what draft rows see of the text, and the mask of :meth:`_own_mask`;
-        made once for all layers of the same window.
+        made once for all layers of the same rule and window.
         """
-        window = self._windows[layer]
-        if window not in self._known:
-            self._known[window] = (
+        rule, window = kind = self._kinds[layer]
+        if kind not in self._known:
+            self._known[kind] = (
                 self._causal.within(self._text.position, window),
                 self._spans.within(self._drafts.position, window),
-                self._own_mask(windowed(self._rule, window)),
+                self._own_mask(windowed(rule, window)),
             )
-        return self._known[window]
+        return self._known[kind]
 
     @abstractmethod
     def _own_mask(self, rule: Rule) -> Tensor:
@@ -112,7 +117,7 @@ class BlockAttention(DraftAttention):
         document_ids: (B, T).
         roots: (B, A) column of each block's first row, -1 for padding.
         size: g.
-        rule: ``masks.block`` or ``masks.causal_block``.
+        rules: of each layer, ``masks.block`` or ``masks.causal_block``.
         windows: sliding window of each layer, or None.
     """
 
@@ -121,11 +126,11 @@ class BlockAttention(DraftAttention):
         document_ids: Tensor,
         roots: Tensor,
         size: int,
-        rule: Rule,
+        rules: Sequence[Rule],
         windows: Sequence[int | None],
     ) -> None:
         drafts = block_rows(document_ids, roots, size)
-        super().__init__(sequence_rows(document_ids), drafts, rule, drafts.anchor, windows)
+        super().__init__(sequence_rows(document_ids), drafts, rules, drafts.anchor, windows)
         self._size = size
 
     def _own_mask(self, rule: Rule) -> Tensor:
@@ -179,7 +184,8 @@ class RolloutAttention(DraftAttention):
         depth = torch.arange(1, len(reach) + 1, device=device).repeat_interleave(counts)
         drafts = rollout_rows(document_ids, anchors[:, rollout], depth)
         until = drafts.anchor + 1
-        super().__init__(sequence_rows(document_ids), drafts, parallel, until, windows)
+        rules = [parallel] * len(windows)
+        super().__init__(sequence_rows(document_ids), drafts, rules, until, windows)
         starts = counts.cumsum(0) - counts  # of each depth
         self.rollout, self.depth = rollout, depth
         """(Q,) which rollout each row belongs to, and its depth there, from 1."""

@@ -32,11 +32,21 @@ from tests.zoo import float64_throughout
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
-    "eagle1 reduced": ("eagle1", {"num_layers": 2, "draft_vocab_size": 40}),
+    "eagle1 reduced": (
+        "eagle1",
+        {"num_layers": 2, "draft_vocab_size": 40, "attention_bias": True},
+    ),
     "eagle3": ("eagle3", {"fc_norm": True, "norm_output": True}),
     "eagle3 sliding": ("eagle3", {"num_layers": 2, "sliding_window": 6, "draft_vocab_size": 40}),
-    "hydra": ("hydra", {"mlp_layers": 2}),
-    "hydra++": ("hydra", {"num_layers": 1, "sliding_window": 5, "shared_lm_head": True}),
+    "eagle3 norms": (
+        "eagle3",
+        {"norm_before_residual": True, "norm_before_fc": True, "own_embedding": True},
+    ),
+    "hydra": ("hydra", {"mlp_layers": 2, "lm_head_bias": True}),
+    "hydra++": (
+        "hydra",
+        {"num_layers": 1, "sliding_window": 5, "shared_lm_head": True, "prefix_norm": True},
+    ),
     "mtp": ("mtp", {"draft_vocab_size": 50}),
     "mtp 2": ("mtp", {"num_modules": 2, "draft_vocab_size": 50}),
     "mtp 3": ("mtp", {"num_modules": 3, "num_layers": 2, "norm_output": False}),

@@ -1,0 +1,3 @@
+"""interop: exports loaded and served by the programs they are for, each in an environment of its
+own, and the table of what was found.
+"""
