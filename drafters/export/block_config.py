@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafters.export.dialect import EMBEDDING, KeySpec
 from drafters.export.fields import LAYER_FIELDS, complete_layers, from_outputs, vocab_state
+from drafters.export.folder import ExportError
 from drafters.target import TargetModel
 
 NESTED, IDS, AUXILIARY = "dflash_config", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"
@@ -190,7 +191,16 @@ def complete_block(config: dict[str, Any], target: TargetModel) -> dict[str, Any
     Args:
         config: of the file.
         target: of the head.
+
+    Raises:
+        ExportError: no base of RoPE: engines take different ones.
     """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_theta") is None and rope.get("rope_theta") is None:
+        raise ExportError(
+            "config.json: rope_theta is missing: engines take 10000 or 1000000 then; write the one "
+            "that the head was trained with (the target's)"
+        )
     config = complete_layers(config)
     nested = dict(config.get(NESTED) or {})
 
@@ -212,13 +222,13 @@ def complete_block(config: dict[str, Any], target: TargetModel) -> dict[str, Any
         "block_size": found("block_size", 16),
         "max_position_embeddings": target.max_length,
         "torch_dtype": config.get("dtype", "float32"),
-        "tie_word_embeddings": False,
         "is_causal": causal,
         AUXILIARY: from_outputs([k for k in ids if isinstance(k, int)]),
     }
     below = {IDS: ids, "mask_token_id": _mask_token(found, target), "causal": causal}
     config |= {key: value for key, value in top.items() if config.get(key) is None}
     nested |= {key: value for key, value in below.items() if nested.get(key) is None}
+    config["tie_word_embeddings"] = False  # copied from the target; both matrices are its own
     sliding = {"sliding_window": window, "use_sliding_window": SLIDING in kinds}
     return {**config, **sliding, "layer_types": kinds, NESTED: nested}
 

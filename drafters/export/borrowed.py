@@ -6,7 +6,6 @@ Legend: H hidden, V target vocabulary, Vd draft vocabulary.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drafters.base import Drafter
@@ -50,10 +49,29 @@ def output_rows(head: Drafter) -> Tensor:
     return head.head_rows().to(next(head.parameters()).dtype)
 
 
+def differing_rows(found: Tensor, own: Tensor) -> Tensor:
+    """(V,) rows of a file's matrix that are no copies of the target's.
+
+    A copy is one in the coarser dtype of both: files round what the target keeps, and a target may
+    be loaded in half precision beside a file in full.
+
+    Args:
+        found: (V, H) of the file.
+        own: (V, H) the target's.
+    """
+    own = own.detach().to(found.device)
+    return ((own.to(found.dtype) != found) & (found.to(own.dtype) != own)).any(dim=-1)
+
+
+def is_copy(found: Tensor, own: Tensor) -> bool:
+    """Whether a file's matrix is a copy of the target's, as :func:`differing_rows` compares."""
+    return found.shape == own.shape and not bool(differing_rows(found, own).any())
+
+
 def is_targets_output(
     matrices: Iterable[Tensor], target: TargetModel, kept: Tensor | None = None
 ) -> bool:
-    """Whether all matrices are copies of the target's output matrix, in their dtype.
+    """Whether all matrices are copies of the target's output matrix.
 
     Args:
         matrices: each (Vd, H).
@@ -64,8 +82,8 @@ def is_targets_output(
     if weight.is_meta or target.lm_head.bias is not None:
         return False
     rows = weight if kept is None else weight[kept.to(weight.device)]
-    rows = (rows * target.logit_scale).cpu()
-    return all(torch.equal(rows.to(matrix.dtype), matrix.cpu()) for matrix in matrices)
+    rows = rows * target.logit_scale
+    return all(is_copy(matrix, rows) for matrix in matrices)
 
 
 def cut_to_map(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.export.borrowed import is_copy
 from drafters.export.folder import ExportError
 from drafters.target import TargetModel
 
@@ -322,8 +323,7 @@ def embedding_problems(found: Tensor | None, target: TargetModel) -> list[str]:
     """Where a file's embedding (V, D) is there and is not the target's."""
     if found is None:
         return []
-    weight = target.embedding.get_parameter("weight").cpu()
-    if weight.to(found.dtype).equal(found):
+    if is_copy(found, target.embedding.get_parameter("weight")):
         return []
     return [
         f"{EMBEDDING} is not the embedding of {target.name!r}: the head has its own, or belongs to "

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.export.borrowed import differing_rows
 from drafters.export.dialect import EMBEDDING, KeySpec, TensorSpec
 from drafters.export.fields import (
     LAYER_FIELDS,
@@ -152,7 +153,7 @@ def is_own(table: Tensor, target: TargetModel, mask: int | None = None) -> bool:
         return False
     if weight.shape != table.shape:
         return True
-    differs = (table != weight.to(table)).any(dim=-1)
+    differs = differing_rows(table, weight)
     if mask is not None:
         differs[mask] = False
     return bool(differs.any())

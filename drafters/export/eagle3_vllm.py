@@ -60,6 +60,7 @@ from drafters.export.fields import (
     vocab_problems,
     vocab_specs,
     vocab_tensors,
+    without_identity,
 )
 from drafters.export.sglang import IDS, NUM_FEATURES
 from drafters.export.speculators import FULL, SLIDING, captured_problems, window_problems
@@ -213,7 +214,7 @@ class VllmEagle3(Dialect):
         for name, tensor in tensors.items():
             short = name.removeprefix("model.").replace(OWN_FIRST, FIRST)
             found[places.get(short, short)] = tensor
-        return found
+        return without_identity(found)
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
         """Which class it is, layer ids, RoPE, windows, sizes."""

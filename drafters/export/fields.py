@@ -102,7 +102,7 @@ def complete_layers(config: dict[str, Any]) -> dict[str, Any]:
         "head_dim": (config.get("hidden_size") or 0) // heads,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
+        "rope_parameters": {**_extension(rope), "rope_theta": theta},
         "hidden_act": "silu",
         "attention_bias": False,
     }
@@ -306,6 +306,18 @@ def vocab_tensors(head: Drafter) -> dict[str, Tensor]:
 def vocab_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The head's ``draft_vocab`` (Vd,) absolute ids; nothing for a whole vocabulary."""
     return {"draft_vocab": from_offsets(tensors[OFFSETS])} if OFFSETS in tensors else {}
+
+
+def without_identity(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Foreign tensors without a vocabulary map from every token to itself, as trainers of heads
+    with the target's whole vocabulary save it.
+    """
+    offsets, marks = tensors.get(OFFSETS), tensors.get(MARKS)
+    if offsets is None or marks is None or offsets.shape != marks.shape:
+        return tensors
+    if offsets.any() or not marks.all():
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name not in (OFFSETS, MARKS)}
 
 
 def vocab_problems(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:

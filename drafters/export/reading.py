@@ -11,8 +11,8 @@ from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.export.dialect import Dialect, Parts
 from drafters.export.folder import CONFIG, MANIFEST, ExportError, read_json
-from drafters.export.golden import GOLDEN, TOLERANCE, check_golden
-from drafters.export.tensors import file_tensors, folder_tensors
+from drafters.export.golden import GOLDEN, check_golden
+from drafters.export.tensors import as_engines_cast, file_tensors, folder_tensors
 from drafters.loading import FAMILIES
 from drafters.target import TargetModel
 
@@ -49,7 +49,7 @@ def read_folder(folder: str | Path, target: TargetModel, dialect: Dialect) -> Dr
         raise ExportError(f"{folder}: {'; '.join(foreign)}")
     head = _build(dialect.parts(config, tensors, target), target, folder)
     if (folder / GOLDEN).is_file():
-        check_golden(head, folder, TOLERANCE)
+        check_golden(head, folder)
     return head
 
 
@@ -116,7 +116,7 @@ def _completed(
     folder: Path, target: TargetModel, dialect: Dialect
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors, whoever wrote them, in the words of the dialect."""
-    tensors = dialect.renamed(folder_tensors(folder))
+    tensors = dialect.renamed(as_engines_cast(folder_tensors(folder)))
     config = dialect.adapted(read_json(folder / CONFIG), tensors)
     return dialect.complete(config, target), tensors
 

@@ -43,6 +43,7 @@ from drafters.export.fields import (
     vocab_specs,
     vocab_state,
     vocab_tensors,
+    without_identity,
 )
 from drafters.target import TargetModel
 
@@ -171,8 +172,13 @@ class SglangEagle3(Dialect):
         return notes
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """The first layer is called ``midlayer``, and its residual is SGLang's."""
+        """The first layer is called ``midlayer``, and its residual is SGLang's. Files without
+        tensors that engines do without (``t2d``, a borrowed output matrix) are read as vLLM's.
+        """
         if config.get("norm_before_residual") or "mask_hidden" in names:
+            return False
+        borrows = config.get("draft_vocab_size") is None and "lm_head.weight" not in names
+        if borrows or ("d2t" in names and "t2d" not in names):
             return False
         return "midlayer.hidden_norm.weight" in names
 
@@ -198,6 +204,10 @@ class SglangEagle3(Dialect):
         nested.setdefault("use_aux_hidden_state", True)
         nested[IDS] = to_outputs(ids) if inner is None else inner
         return {**config, IDS: ids, "eagle_config": nested}
+
+    def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """SpecForge saves a map of the whole vocabulary, too."""
+        return without_identity(tensors)
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
         """Layer ids, RoPE, sizes, and keys that the dialect does not have."""

@@ -19,12 +19,12 @@ Legend: H hidden, V target vocabulary, Vd draft vocabulary, F captured layers, r
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.block import DFlashDrafter
 from drafters.config import default_feature_layers
+from drafters.export.borrowed import is_copy
 from drafters.export.dialect import EMBEDDING, KeySpec, Parts, TensorSpec, embedding_problems
 from drafters.export.fields import (
     MARKS,
@@ -192,7 +192,7 @@ class SpeculatorsDFlash(Speculators):
         rows = target.lm_head.weight.detach().cpu()
         if OFFSETS in tensors:
             rows = rows[from_offsets(tensors[OFFSETS])]
-        if not torch.equal(rows.to(tensors[OUTPUT].dtype), tensors[OUTPUT]):
+        if not is_copy(tensors[OUTPUT], rows):
             problems.append(
                 f"{OUTPUT} is not the output matrix of {target.name!r} at the draft vocabulary: it "
                 "was trained, or belongs to another target"
@@ -234,8 +234,9 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
     )
 
     def served(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """vLLM has the vanilla Markov head alone."""
-        return super().served(config) if config["markov_head_type"] == "vanilla" else ()
+        """vLLM has the vanilla Markov head alone, and always one."""
+        known = config["markov_head_type"] == "vanilla" and config["markov_rank"] > 0
+        return super().served(config) if known else ()
 
     def own_keys(self, head: Drafter) -> dict[str, Any]:
         """The Markov head and the confidence output too; rank 0 is none."""
@@ -271,6 +272,8 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
         notes = super().notes(head, config)
         if config["markov_head_type"] != "vanilla":
             notes.append(f"vLLM loads no {config['markov_head_type']} Markov head")
+        if config["markov_rank"] == 0:
+            notes.append("vLLM loads no DSpark head without a Markov head")
         if config["enable_confidence_head"]:
             notes.append(
                 "the confidence output is in the file, not the rule it was trained for nor its "

@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from drafters.export.dialect import DTYPES
 from drafters.export.folder import WEIGHTS, ExportError, read_tensors
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -41,6 +43,31 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     raise ExportError(
         f"{folder}: no tensors in it: one of {', '.join((*SAFE, INDEX, *PICKLED))} is needed"
     )
+
+
+def as_engines_cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Foreign tensors in the types that dialects declare, as engines cast them while they load.
+
+    Floating-point tensors of several types (norms in float32 beside halves) become what most
+    numbers are; ``d2t`` int64 and ``t2d`` bool. Tables of rotary frequencies, which are computed
+    again, are left out.
+
+    Args:
+        tensors: of a folder.
+    """
+    found = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in found.values():
+        numbers[tensor.dtype] += tensor.numel() if tensor.dtype in DTYPES else 0
+    main = max(DTYPES, key=lambda dtype: numbers[dtype])
+    for name, tensor in found.items():
+        if tensor.dtype in DTYPES:
+            found[name] = tensor.to(main)
+        elif name == "d2t" and tensor.dtype == torch.int32:
+            found[name] = tensor.long()
+        elif name == "t2d" and not tensor.is_floating_point():
+            found[name] = tensor.bool()
+    return found
 
 
 def file_tensors(path: Path) -> dict[str, Tensor]:

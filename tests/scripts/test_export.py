@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from drafters import TargetModel, build_drafter
-from drafters.export import check_golden, read_as, read_head
+from drafters.export import Export, check_golden, read_as, read_head
 from drafters.export.golden import GOLDEN
 from scripts import export as script
 from scripts.common import run
@@ -171,12 +171,22 @@ def test_the_trained_head_is_never_overwritten(
 ) -> None:
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "eagle3").iterdir())
     rest = ("--to", "sglang", "--out", folder / "eagle3")
-    assert "is not an export" in fails(arguments(folder, "eagle3", *rest), capsys)
+    assert "is the head itself" in fails(arguments(folder, "eagle3", *rest), capsys)
     after = sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "eagle3").iterdir())
     assert after == before
 
 
 # --- checking
+
+
+def test_an_export_is_not_replaced_by_what_is_made_of_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    script.main(arguments(folder, "eagle3", "--to", "sglang", "--out", out))
+    said = fails(arguments(folder, out, "--to", "vllm", "--out", out), capsys)
+    assert "is the head itself" in said
+    assert json.loads((out / "export.json").read_text())["format"] == "sglang"
 
 
 def test_check(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,6 +389,19 @@ def test_nothing_is_pushed_before_the_checks_pass(
     monkeypatch.setattr(script, "golden_difference", lambda *_: 0.25)
     assert "nothing was pushed: logits" in fails(arguments(folder, "eagle3", *push), capsys)
     assert not fake.writes and not fake.repos
+
+
+def test_rounding_of_a_dropped_vocabulary_does_not_stop_a_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = script.parse_args(["H", "--target", "T", *PUSH, "--out", "O"])
+    monkeypatch.setattr(script, "push_folder", lambda *_: "pushed")
+    whole = Export(tmp_path, "dflash", ("vllm",), 1, 1)
+    reduced = Export(tmp_path, "dflash", ("vllm",), 1, 1, ("draft_vocab",))
+    assert script.push(args, reduced, 2e-7) == "pushed"
+    for export, difference in ((reduced, 0.25), (reduced, float("nan")), (whole, 2e-7)):
+        with pytest.raises(ValueError, match="nothing was pushed"):
+            script.push(args, export, difference)
 
 
 def test_a_target_that_nobody_finds_is_asked_for(

@@ -29,6 +29,7 @@ from drafters.target import TargetModel
 
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 DRAFT_IDS = "draft_id_to_target_id"
+_QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _RENAMED = (("midlayer.", "layers.0."), ("d2t", DRAFT_IDS))
 
 
@@ -134,7 +135,17 @@ _EAGLE3: dict[str, Any] = {
 def _eagle1_parameters(config: Config, target: TargetModel) -> list[TensorSpec]:
     hidden = config["hidden_size"]
     fusion = TensorSpec("model.fc.weight", (hidden, 2 * hidden))
-    return [fusion, *eagle1_layers(config), embedding(config, optional=True)]
+    layers = eagle1_layers(config)
+    if config.get("qkv_bias"):
+        layers += [_bias(spec) for spec in layers if spec.name.endswith(_QKV)]
+    return [fusion, *layers, embedding(config, optional=True)]
+
+
+def _bias(spec: TensorSpec) -> TensorSpec:
+    """Of a projection."""
+    assert spec.parameter is not None
+    name, parameter = (x.removesuffix("weight") + "bias" for x in (spec.name, spec.parameter))
+    return TensorSpec(name, spec.shape[:1], parameter=parameter)
 
 
 def _eagle1_reads(config: Config, target: TargetModel) -> Reading:

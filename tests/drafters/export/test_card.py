@@ -120,7 +120,13 @@ def lines(target: TargetModel, family: str, config: dict[str, Any] | None = None
                 "tensorrt-llm": "decoding_type: Eagle3",
             },
         ),
-        ("mtp", {"vllm": 'vllm serve org/t --speculative-config \'{"method": "mtp", "num_'}),
+        (
+            "mtp",
+            {
+                "sglang": "NEXTN",
+                "vllm": 'vllm serve org/t --speculative-config \'{"method": "mtp", "num_',
+            },
+        ),
         ("dflash", {"sglang": "DFLASH", "vllm": "dflash", "llama.cpp": "draft-dflash"}),
         ("dspark", {"sglang": "dspark-block-size", "vllm": "dspark", "llama.cpp": "draft-dspark"}),
     ],

@@ -27,6 +27,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("peagle", "vllm-peagle", {**REDUCED, "num_layers": 2}),
     ("peagle", "speculators-peagle", {"num_layers": 1}),
     ("eagle1", "eagle1", {}),
+    ("eagle1", "eagle1", {"attention_bias": True}),
     ("eagle1", "eagle1-sglang", {"fc_bias": True}),
     ("medusa", "medusa", {}),
     ("medusa", "vllm-medusa", {"shared_lm_head": True, **REDUCED}),
