@@ -37,7 +37,7 @@ from drafters.export.block_config import (
     with_vocab,
 )
 from drafters.export.borrowed import is_targets_output, output_refusals
-from drafters.export.dialect import DTYPES, EMBEDDING, Dialect, TensorSpec, type_name
+from drafters.export.dialect import EMBEDDING, Dialect, TensorSpec, type_name, type_problems
 from drafters.export.fields import (
     layer_keys,
     llama_layer,
@@ -198,9 +198,7 @@ class BlockDialect(Dialect):
             )
         if config.get("draft_vocab_size", 0) > config["vocab_size"]:
             problems.append("draft_vocab_size is larger than vocab_size")
-        known = [type_name(dtype) for dtype in DTYPES]
-        if config["torch_dtype"] not in known:
-            problems.append(f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}")
+        problems += type_problems(config)
         return problems
 
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:

@@ -336,6 +336,14 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def type_problems(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the type that a config's ``torch_dtype`` names."""
+    known = [type_name(dtype) for dtype in DTYPES]
+    if config["torch_dtype"] in known:
+        return []
+    return [f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}"]
+
+
 def _file_dtype(
     tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]
 ) -> torch.dtype | None:

@@ -31,13 +31,13 @@ from drafters.export.borrowed import (
     whole_vocabulary,
 )
 from drafters.export.dialect import (
-    DTYPES,
     EMBEDDING,
     Dialect,
     KeySpec,
     Parts,
     TensorSpec,
     type_name,
+    type_problems,
 )
 from drafters.export.fields import (
     LAYER_FIELDS,
@@ -223,9 +223,7 @@ class Eagle1Form(Dialect):
         ]
         problems += [f"{key}=False is not supported" for key in SKIPS if config.get(key) is False]
         problems += rope_problems(config)
-        known = [type_name(dtype) for dtype in DTYPES]
-        if config["torch_dtype"] not in known:
-            problems.append(f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}")
+        problems += type_problems(config)
         return problems
 
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:

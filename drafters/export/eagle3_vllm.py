@@ -22,13 +22,13 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.config import default_feature_layers
 from drafters.export.dialect import (
-    DTYPES,
     EMBEDDING,
     Dialect,
     KeySpec,
     Parts,
     TensorSpec,
     type_name,
+    type_problems,
 )
 from drafters.export.eagle3_fields import (
     ALIASES,
@@ -241,9 +241,7 @@ class VllmEagle3(Dialect):
             problems.append("quantization_config: quantized heads are not supported")
         if config["draft_vocab_size"] > config["vocab_size"]:
             problems.append("draft_vocab_size is larger than vocab_size")
-        known = [type_name(dtype) for dtype in DTYPES]
-        if config["torch_dtype"] not in known:
-            problems.append(f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}")
+        problems += type_problems(config)
         return problems
 
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:

@@ -24,13 +24,13 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.export.borrowed import is_targets_output, output_refusals, output_rows
 from drafters.export.dialect import (
-    DTYPES,
     EMBEDDING,
     Dialect,
     KeySpec,
     Parts,
     TensorSpec,
     type_name,
+    type_problems,
 )
 from drafters.export.fields import (
     LAYER_FIELDS,
@@ -208,9 +208,7 @@ class Hydra(Dialect):
                 f"hidden_state_offset={config['hidden_state_offset']} is not supported: heads read "
                 "the last hidden state"
             )
-        known = [type_name(dtype) for dtype in DTYPES]
-        if config["torch_dtype"] not in known:
-            problems.append(f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}")
+        problems += type_problems(config)
         return problems + rope_problems(config)
 
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:

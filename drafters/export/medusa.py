@@ -28,7 +28,14 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.export.borrowed import TOKEN_MAP, is_targets_output, output_refusals, output_rows
-from drafters.export.dialect import DTYPES, Dialect, KeySpec, Parts, TensorSpec, type_name
+from drafters.export.dialect import (
+    Dialect,
+    KeySpec,
+    Parts,
+    TensorSpec,
+    type_name,
+    type_problems,
+)
 from drafters.medusa import MedusaDrafter
 from drafters.target import TargetModel
 
@@ -137,9 +144,7 @@ class MedusaForm(Dialect):
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
         """An unknown type, and keys that change what the head computes."""
         problems = []
-        known = [type_name(dtype) for dtype in DTYPES]
-        if config["torch_dtype"] not in known:
-            problems.append(f"torch_dtype {config['torch_dtype']} is not one of {', '.join(known)}")
+        problems += type_problems(config)
         if config.get("logit_scale", 1.0) != 1.0:
             problems.append(f"logit_scale={config['logit_scale']} is not supported")
         return problems
