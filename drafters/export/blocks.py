@@ -64,6 +64,7 @@ class BlockDialect(Dialect):
     """
 
     architecture: ClassVar[str]
+    parsed_keys = PARSED
     keys = BLOCK_KEYS
 
     # Writing ------------------------------------------------------------------------------------
@@ -210,14 +211,6 @@ class BlockDialect(Dialect):
                 f"{target.num_layers}"
             )
         return problems
-
-    def parsed_problems(
-        self, config: Mapping[str, Any], parsed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Keys that Qwen3Config does not keep."""
-        changed = {key: parsed.get(key) for key in PARSED if parsed.get(key) != config[key]}
-        theta = (parsed.get("rope_parameters") or {}).get("rope_theta")
-        return changed if theta == config["rope_theta"] else {**changed, "rope_theta": theta}
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
         """Of the network, and the vocabulary map; matrices of the target are optional."""

@@ -95,6 +95,8 @@ class Dialect(ABC):
             ``drafters.export.tensors`` knows.
         embeddings: whether files hold a copy of the target's embedding: "never", "optional" (left
             out unless asked for) or "always".
+        parsed_keys: of config.json, that transformers must keep when it parses one; with any the
+            base of RoPE must stay, too.
         unknown_to_transformers: whether ``AutoConfig`` need not know the config's model_type.
     """
 
@@ -104,6 +106,7 @@ class Dialect(ABC):
     keys: ClassVar[tuple[KeySpec, ...]] = ()
     weights: ClassVar[str] = "model.safetensors"
     embeddings: ClassVar[str] = "never"
+    parsed_keys: ClassVar[tuple[str, ...]] = ()
     unknown_to_transformers: ClassVar[bool] = False
 
     # Writing ------------------------------------------------------------------------------------
@@ -220,7 +223,11 @@ class Dialect(ABC):
             config: as written.
             parsed: ``AutoConfig.from_pretrained(...).to_dict()``.
         """
-        return {}
+        if not self.parsed_keys:
+            return {}
+        changed = {k: parsed.get(k) for k in self.parsed_keys if parsed.get(k) != config[k]}
+        theta = (parsed.get("rope_parameters") or {}).get("rope_theta")
+        return changed if theta == config["rope_theta"] else {**changed, "rope_theta": theta}
 
     # Checking -----------------------------------------------------------------------------------
 

@@ -180,14 +180,9 @@ class DSparkForm(BlockDialect):
         return config | {key: value for key, value in copied.items() if config.get(key) is None}
 
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Flat or nested names as this form has them, zeros for a bias that is not there, and the
-        confidence output, which some keep in float32, in the dtype of the rest.
-        """
+        """Flat or nested names as this form has them, zeros for a bias that is not there."""
         found = {nested_name(name): t for name, t in super().renamed(tensors).items()}
         add_biases(found)
-        for name in (f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"):
-            if name in found and "fc.weight" in found:
-                found[name] = found[name].to(found["fc.weight"].dtype)
         return {self._file_name(name): tensor for name, tensor in found.items()}
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:

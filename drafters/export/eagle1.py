@@ -88,6 +88,7 @@ class Eagle1Form(Dialect):
         architecture: as config.json has it.
     """
 
+    parsed_keys = (*_SIZES, "rms_norm_eps", "tie_word_embeddings", "bias")
     families = ("eagle1",)
     architecture: ClassVar[str]
     keys = (
@@ -207,14 +208,8 @@ class Eagle1Form(Dialect):
         return {**config, **{k: v for k, v in defaults.items() if config.get(k) is None}}
 
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bare names, without the rotary tables that old files have."""
-        return cut_to_map(
-            {
-                name.removeprefix("model."): tensor
-                for name, tensor in tensors.items()
-                if not name.endswith("rotary_emb.inv_freq")
-            }
-        )
+        """Bare names."""
+        return cut_to_map({name.removeprefix("model."): t for name, t in tensors.items()})
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
         """RoPE, sizes, and keys that the dialect does not have."""
@@ -229,15 +224,6 @@ class Eagle1Form(Dialect):
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
         """Sizes and the longest position."""
         return size_problems(config, target, "hidden_size")
-
-    def parsed_problems(
-        self, config: Mapping[str, Any], parsed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Keys that LlamaConfig does not keep."""
-        kept = (*_SIZES, "rms_norm_eps", "tie_word_embeddings", "bias")
-        changed = {key: parsed.get(key) for key in kept if parsed.get(key) != config[key]}
-        theta = (parsed.get("rope_parameters") or {}).get("rope_theta")
-        return changed if theta == config["rope_theta"] else {**changed, "rope_theta": theta}
 
     @abstractmethod
     def has_bias(self, config: Mapping[str, Any]) -> bool:

@@ -71,6 +71,7 @@ class VllmEagle3(Dialect):
     """EAGLE-3 for vLLM's native loader."""
 
     name = "vllm"
+    parsed_keys = PARSED_KEYS
     families: ClassVar[tuple[str, ...]] = ("eagle3",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "llama.cpp")
     embeddings = "optional"
@@ -248,14 +249,6 @@ class VllmEagle3(Dialect):
         """Sizes, captured layers and the longest position."""
         sizes = size_problems(config, target, "target_hidden_size")
         return captured_problems(config[IDS], IDS, target) + sizes
-
-    def parsed_problems(
-        self, config: Mapping[str, Any], parsed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Keys that transformers does not keep."""
-        changed = {key: parsed.get(key) for key in PARSED_KEYS if parsed.get(key) != config[key]}
-        theta = (parsed.get("rope_parameters") or {}).get("rope_theta")
-        return changed if theta == config["rope_theta"] else {**changed, "rope_theta": theta}
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
         """Of L layers, the norms that the switches ask for, and the vocabulary map."""

@@ -184,14 +184,14 @@ class Hydra(Dialect):
         )
 
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The target's embedding by its own name; unused tables and the prefix layer's own,
-        untrained embedding left out.
+        """The target's embedding by its own name; the prefix layer's own, untrained embedding left
+        out.
         """
         found = {}
         for name, tensor in tensors.items():
             bare = name.removeprefix("hydra_head.")
             renamed = _EMBEDDINGS.get(bare, bare)
-            if renamed is not None and not bare.endswith("rotary_emb.inv_freq"):
+            if renamed is not None:
                 found[renamed] = tensor
         return found
 

@@ -20,6 +20,7 @@ from drafters.export.folder import (
     write_json,
 )
 from drafters.export.golden import golden_inputs, golden_logits, write_golden
+from drafters.export.writing import manifest
 from drafters.loading import load_drafter
 from drafters.mtp import MtpDrafter
 from drafters.target import TargetModel
@@ -51,17 +52,8 @@ def write_native(
         write_golden(drafter, temporary)
         write_card(drafter, temporary, Path(folder).name, Form(), facts)
         tensors = read_tensors(temporary / WEIGHTS)
-        manifest = {
-            "format": FORMAT,
-            "family": drafter.family,
-            "target_name": drafter.config.target_name,
-            "target_fingerprint": drafter.config.target_fingerprint,
-            "reference": drafter.config.reference,
-            "tensors": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
-            "left_out": [],
-            "provenance": dict(provenance or {}),
-        }
-        write_json(manifest, temporary / MANIFEST)
+        record = manifest(drafter, FORMAT, tensors, provenance=provenance)
+        write_json(record, temporary / MANIFEST)
         again = read_native(temporary, drafter.target, next(drafter.parameters()).dtype)
         inputs = golden_inputs(drafter)
         if not torch.equal(golden_logits(drafter, inputs), golden_logits(again, inputs)):

@@ -80,6 +80,7 @@ class SglangEagle3(Dialect):
     """The most widely deployed form of EAGLE-3."""
 
     name = "sglang"
+    parsed_keys = PARSED_KEYS
     families = ("eagle3",)
     engines = ("sglang", "vllm", "llama.cpp")
     embeddings = "optional"
@@ -223,14 +224,6 @@ class SglangEagle3(Dialect):
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
         """Sizes and the longest position."""
         return size_problems(config, target, "target_hidden_size")
-
-    def parsed_problems(
-        self, config: Mapping[str, Any], parsed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Keys that LlamaConfig does not keep."""
-        changed = {key: parsed.get(key) for key in PARSED_KEYS if parsed.get(key) != config[key]}
-        theta = (parsed.get("rope_parameters") or {}).get("rope_theta")
-        return changed if theta == config["rope_theta"] else {**changed, "rope_theta": theta}
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
         """Of one layer, three norms in EAGLE-3.1, and the vocabulary map."""

@@ -54,6 +54,7 @@ from drafters.export.mtp_forms import (
     serving_notes,
 )
 from drafters.export.serving import serving_line
+from drafters.export.writing import manifest
 from drafters.mtp import MtpDrafter
 from drafters.mtp_native import empty_native_mtp, load_native_mtp
 from drafters.target import TargetModel
@@ -112,7 +113,8 @@ def stitch(
         write_tensors(tensors, temporary / ADDED, {"format": "pt"})
         write_index(temporary, {**places, **dict.fromkeys(tensors, ADDED)})
         write_json(_counted(checkpoint.config, head), temporary / CONFIG)
-        write_json(_manifest(head, form, tensors, provenance), temporary / MANIFEST)
+        record = manifest(head, form.name, tensors, _left_out(head), provenance)
+        write_json(record | {"norm_output": head.config.norm_output}, temporary / MANIFEST)
         _read_back(head, form, temporary)
         size = folder_bytes(temporary)
     return Export(
@@ -186,25 +188,6 @@ def _counted(config: dict[str, Any], head: MtpDrafter) -> dict[str, Any]:
 
 def _left_out(head: MtpDrafter) -> tuple[str, ...]:
     return tuple(sorted(name for name in head.state_dict() if not name.startswith("mtp.")))
-
-
-def _manifest(
-    head: MtpDrafter,
-    form: Form,
-    tensors: Mapping[str, Tensor],
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    return {
-        "format": form.name,
-        "family": head.family,
-        "norm_output": head.config.norm_output,
-        "target_name": head.config.target_name,
-        "target_fingerprint": head.config.target_fingerprint,
-        "reference": head.config.reference,
-        "tensors": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
-        "left_out": list(_left_out(head)),
-        "provenance": dict(provenance or {}),
-    }
 
 
 def _read_back(head: MtpDrafter, form: Form, folder: Path) -> None:

@@ -68,8 +68,8 @@ def write_folder(
         write_json(config, temporary / CONFIG)
         write_tensors(tensors, temporary / dialect.weights, {"format": "pt"})
         write_golden(head, temporary)
-        manifest = _manifest(head, dialect, tensors, left_out, provenance)
-        write_json(manifest, temporary / MANIFEST)
+        record = manifest(head, dialect.name, tensors, left_out, provenance)
+        write_json(record, temporary / MANIFEST)
         form = Form(dialect.name, served, config, notes, left_out)
         write_card(head, temporary, Path(folder).name, form, facts)
         _read_back(head, dialect, config, temporary)
@@ -126,15 +126,24 @@ def _read_back(head: Drafter, dialect: Dialect, config: dict[str, Any], folder: 
         raise ExportError("the head read back gives other logits than the head written")
 
 
-def _manifest(
+def manifest(
     head: Drafter,
-    dialect: Dialect,
+    name: str,
     tensors: Mapping[str, Tensor],
-    left_out: tuple[str, ...],
-    provenance: Mapping[str, Any] | None,
+    left_out: tuple[str, ...] = (),
+    provenance: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """The record of an export: what was written, and for which target.
+
+    Args:
+        head: that was written.
+        name: of the format.
+        tensors: of the file.
+        left_out: names of the head's tensors that are not in it.
+        provenance: versions, commit and command line.
+    """
     return {
-        "format": dialect.name,
+        "format": name,
         "family": head.family,
         "target_name": head.config.target_name,
         "target_fingerprint": head.config.target_fingerprint,
