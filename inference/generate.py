@@ -23,9 +23,9 @@ from inference.cache import BLOCK
 from inference.counts import RoundCounts, counts_of
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.engine import EagerEngine, Engine
-from inference.lossy import LossyWarning
 from inference.proposers.base import Proposer
 from inference.proposers.heads import HeadProposer
+from inference.rules.lossy import LossyWarning
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine, device_generate
 from inference.stats import AcceptanceStats

@@ -14,8 +14,8 @@ q_j)). When no child is left, the next token is drawn from r. The emitted token 
   (arXiv:2408.07978 on chains). The output of both equals plain sampling with the same seed.
 
 These ask for the target's law once at each node they visit, in the order of the text, as plain
-decoding does. `block` (`inference.block`) judges a chain as a whole. At temperature 0 the law is
-one-hot and every rule follows the argmax: there is no second path.
+decoding does. `block` (`inference.rules.block`) judges a chain as a whole. At temperature 0 the law
+is one-hot and every rule follows the argmax: there is no second path.
 
 Letters: N tree nodes, V target vocabulary.
 """
@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from inference.acceptance import (
+from inference.rules.acceptance import (
     Coins,
     Ended,
     KeyedCoins,
@@ -36,8 +36,8 @@ from inference.acceptance import (
     proposals,
     residual_law,
 )
-from inference.block import block
-from inference.lossy import LOSSY_RULES, lossy_typical
+from inference.rules.block import block
+from inference.rules.lossy import LOSSY_RULES, lossy_typical
 from inference.sampling import Stream
 from inference.tree import Proposal, TokenTree
 

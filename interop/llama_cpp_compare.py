@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters import Drafter, TargetModel
-from inference.compare import explain_difference
-from inference.evaluation import Prompt
 from inference.generate import speculative_generate
+from inference.measuring.compare import explain_difference
+from inference.measuring.evaluation import Prompt
 from inference.proposers.build import build_proposer
 from inference.proposers.options import TreeOptions
 from inference.sampling import SamplingParams

@@ -6,7 +6,7 @@ import torch
 
 from drafters import TargetModel
 from recipes.parity import check_parity
-from training.data import Dataset, collate
+from training.data.batches import Dataset, collate
 from training.features import check_packing
 from training.objectives import Objective
 

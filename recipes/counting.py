@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from training.chat import encode_prompt
+from training.answers.conversations import prompt_messages
 from training.config import TrainConfig
-from training.conversations import prompt_messages
-from training.data import PackedDataset
-from training.encoding import encode_all, encode_checked
-from training.sources import load_rows
+from training.data.batches import PackedDataset
+from training.data.chat import encode_prompt
+from training.data.encoding import encode_all, encode_checked
+from training.data.sources import load_rows
 
 SAMPLE = 500
 """Prompts whose length is looked at where the answers are yet to come."""

@@ -25,7 +25,7 @@ from recipes.heads import NATIVE
 from recipes.shadow import COPIES, Shadow
 from training.chunked import Sample, sampled
 from training.config import TrainConfig
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch, run_target
 from training.joint import JointObjective, UnreadBatches
 from training.loop import ARITHMETIC

@@ -3,15 +3,15 @@
 from accelerate.utils import gather_object
 
 from drafters import Drafter, TargetModel
-from inference.evaluation import Prompt, Report, measure
+from inference.measuring.evaluation import Prompt, Report, measure
 from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
-from training.chat import encode_prompt
+from training.answers.conversations import prompt_messages
 from training.config import TrainConfig
-from training.conversations import prompt_messages
+from training.data.chat import encode_prompt
+from training.data.sources import load_rows
 from training.loop import Evaluate
-from training.run_options import EvalOptions
-from training.sources import load_rows
+from training.options.run import EvalOptions
 
 NAMES = ("acceptance_length", "accepted_per_round", "confidence_auc", "confidence_error")
 

@@ -12,8 +12,8 @@ from drafters.mtp_native import load_native_mtp
 from drafters.vocab import size_for_coverage
 from drafters.warm import warm_start
 from training.config import TrainConfig
-from training.data import Dataset
-from training.drafter_options import NOT_IN_CONFIG, DrafterOptions
+from training.data.batches import Dataset
+from training.options.drafter import NOT_IN_CONFIG, DrafterOptions
 
 logger = logging.getLogger(__name__)
 NATIVE = "native"

@@ -22,8 +22,8 @@ from inference.cache import TreeCache
 from inference.proposers import HeadProposer, RowState, build_proposer
 from inference.sampling import SamplingParams
 from inference.tree import ancestor_mask
-from training.chat import TokenizedRow
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.objectives import Objective
 

@@ -8,19 +8,19 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from drafters import TargetModel
-from training.answer_file import AnswerOptions, select_answers
-from training.answer_shares import answer_together
-from training.answers import answer_rows
-from training.chat import TokenizedRow
+from training.answers.client import ServerOptions
+from training.answers.file import AnswerOptions, select_answers
+from training.answers.local import answer_rows
+from training.answers.shares import answer_together
 from training.config import TrainConfig
-from training.data import Dataset, PackedDataset
-from training.encoding import Encode, encode_all, encode_checked
+from training.data.batches import Dataset, PackedDataset
+from training.data.chat import TokenizedRow
+from training.data.encoding import Encode, encode_all, encode_checked
+from training.data.sources import load_rows
+from training.data.streaming import StreamedDataset
 from training.features import Features
 from training.processes import on_main
-from training.server_client import ServerOptions
-from training.sources import load_rows
 from training.store import FeatureStore, StoredFeatures
-from training.streaming import StreamedDataset
 
 logger = logging.getLogger("recipes.train")
 

@@ -12,7 +12,7 @@ from torch import nn
 from drafters import Drafter, TargetModel
 from recipes.dryrun import full_batch, planned_head, prepared_objective, step_input
 from training.config import TrainConfig
-from training.data import PackedDataset
+from training.data.batches import PackedDataset
 from training.objectives import Objective
 from training.optim import make_optimizers
 

@@ -5,17 +5,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from inference.auto import (
+from inference.engine import Engine
+from inference.proposers import Proposer
+from inference.scheduling.auto import (
     CONTEXTS,
     AutoProposer,
     acceptance_hashes,
     measured_costs,
 )
-from inference.costs import CostTable
-from inference.engine import Engine
-from inference.priors import Law, Memory
-from inference.proposers import Proposer
-from inference.round_parts import WIDTHS
+from inference.scheduling.costs import CostTable
+from inference.scheduling.priors import Law, Memory
+from inference.scheduling.round_parts import WIDTHS
 from inference.static.sizes import FastestSizes, SizedProposer
 from inference.verify import ALL_RULES
 

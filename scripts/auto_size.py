@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from inference.auto import AutoProposer
 from inference.engine import EagerEngine
 from inference.proposers.draft_model import DraftModelProposer
-from inference.schedule import Choice, best_choice, menu, plain_step
-from inference.survival import Prior, SurvivalEstimator
-from inference.survival_calibration import SurvivalCalibration
+from inference.scheduling.auto import AutoProposer
+from inference.scheduling.schedule import Choice, best_choice, menu, plain_step
+from inference.scheduling.survival import Prior, SurvivalEstimator
+from inference.scheduling.survival_calibration import SurvivalCalibration
 from scripts.auto_decided import say
 from scripts.common import (
     SAMPLING_OPTIONS,

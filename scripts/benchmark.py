@@ -34,9 +34,9 @@ import torch
 
 import scripts.benchmark_contenders
 from drafters import TargetModel
-from inference.costs import CostTable
-from inference.doubt import NEAR_TIE
 from inference.engines import ENGINES
+from inference.measuring.doubt import NEAR_TIE
+from inference.scheduling.costs import CostTable
 from scripts.benchmark_contenders import Contender, parse_contenders, with_engine
 from scripts.benchmark_race import Cell, Field, build_cells, plain_record, race, started
 from scripts.benchmark_report import cell_record, print_cell

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.costs import CostTable
-from inference.schedule import plain_step
+from inference.scheduling.costs import CostTable
+from inference.scheduling.schedule import plain_step
 from scripts.benchmark_contenders import Contender
 from scripts.benchmark_protocol import Answer
 from scripts.benchmark_race import Heat

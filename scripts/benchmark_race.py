@@ -17,7 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from drafters import TargetModel
-from inference.evaluation import Prompt
+from inference.measuring.evaluation import Prompt
 from scripts.benchmark_contenders import Contender
 from scripts.benchmark_protocol import Answer, RefusalError, Worker, WorkerError, quiet_environment
 from scripts.common import fitting

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drafters import TargetModel
-from inference.compare import explain_difference
-from inference.costs import CostTable
+from inference.measuring.compare import explain_difference
 from inference.sampling import SamplingParams
+from inference.scheduling.costs import CostTable
 from scripts.benchmark_contenders import Contender
 from scripts.benchmark_prediction import add_measured_speedups, prediction, print_predictions
 from scripts.benchmark_protocol import Answer

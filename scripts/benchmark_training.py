@@ -52,8 +52,8 @@ from scripts.training_cost import (
     moved_bytes,
     seconds_of,
 )
-from training.chat import TokenizedRow
-from training.data import Batch, collate
+from training.data.batches import Batch, collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.objectives import Objective, ObjectiveOptions, build_objective
 from training.provenance import provenance

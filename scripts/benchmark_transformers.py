@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Stat
 from transformers.generation import BaseStreamer, GenerationConfig
 
 from drafters import TargetModel
-from inference.compare import clean_generation_config
+from inference.measuring.compare import clean_generation_config
 from scripts.benchmark_contenders import LENGTH, MATCH, Contender
 from scripts.benchmark_protocol import Answer
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from drafters import TargetModel
-from inference.auto import AutoProposer, Predicted
 from inference.counts import RoundCounts
 from inference.engine import Engine
 from inference.engines import build_engine
@@ -22,6 +21,7 @@ from inference.proposers import Proposer, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
+from inference.scheduling.auto import AutoProposer, Predicted
 from scripts.benchmark_contenders import AS, LENGTH, MATCH, Contender, drafting_arguments
 from scripts.benchmark_protocol import Answer, Handler, serve
 from scripts.benchmark_transformers import build_theirs, check_layers, load_draft

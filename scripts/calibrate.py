@@ -34,15 +34,15 @@ from tqdm.auto import tqdm
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.confidence import label_note
-from inference.draft_temperature import (
+from inference.generate import Round, plain_generate, speculative_generate
+from inference.measuring.confidence import label_note
+from inference.measuring.draft_temperature import (
     HIGHEST,
     LOWEST,
     DraftTemperatureFit,
     fit_draft_temperature,
 )
-from inference.evaluation import Prompt
-from inference.generate import Round, plain_generate, speculative_generate
+from inference.measuring.evaluation import Prompt
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.proposers.laws import proposal_kind
 from inference.proposers.options import DEPTH
@@ -69,7 +69,7 @@ from scripts.common import (
     sampling_params,
     write_json_atomic,
 )
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 
 CONFIG = "config.json"
 

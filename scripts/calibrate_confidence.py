@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter, TargetModel
-from inference.confidence import (
+from inference.measuring.confidence import (
     Calibration,
     Threshold,
     auc,
@@ -29,13 +29,13 @@ from inference.confidence import (
 )
 from inference.proposers.laws import draft_law
 from inference.sampling import SamplingParams, probabilities
-from training.chat import MaskError, TokenizedRow, encode_row
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import MaskError, TokenizedRow, encode_row
+from training.data.sources import load_rows
 from training.features import TargetBatch, run_target
 from training.losses import overlap
 from training.objectives import Objective, ObjectiveOptions, build_objective
 from training.objectives.rounds import possible_roots
-from training.sources import load_rows
 
 AT_ONCE = 128
 """Rounds whose vocabulary-sized tensors are alive at once, and blocks drafted at once."""

@@ -15,7 +15,7 @@ import yaml
 from drafters import Drafter
 from drafters.export.folder import MANIFEST, read_json
 from drafters.hub import is_hub_id
-from inference.run_records import Run
+from inference.measuring.run_records import Run
 from scripts.report_data import Loaded, load
 from scripts.report_markdown import markdown
 from training.records import read_lines

@@ -42,7 +42,7 @@ from scripts.common import (
     sampling_params,
 )
 from scripts.drafting import add_drafting_options, load_proposer
-from training.chat import Message, encode_prompt
+from training.data.chat import Message, encode_prompt
 
 ACCEPTED, RECOVERED, BONUS, PREFILL = "accepted", "recovered", "bonus", "prefill"
 COLOURS = {ACCEPTED: "\x1b[32m", RECOVERED: "\x1b[34m", BONUS: "\x1b[35m", PREFILL: "\x1b[2m"}

@@ -20,14 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from drafters import TargetModel
 from inference.engine import Engine
 from inference.engines import ENGINES, build_engine
-from inference.evaluation import Prompt
 from inference.files import write_whole
+from inference.measuring.evaluation import Prompt
 from inference.sampling import SamplingParams
 from inference.threads import thread_counts, thread_seconds
 from inference.verify import ALL_RULES
-from training.chat import encode_prompt
-from training.conversations import prompt_messages
-from training.sources import load_rows
+from training.answers.conversations import prompt_messages
+from training.data.chat import encode_prompt
+from training.data.sources import load_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--target": {"required": True, "metavar": "NAME", "help": "target model: folder or hub id"},

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from inference.intervals import Estimate
-from inference.pairing import (
+from inference.measuring.intervals import Estimate
+from inference.measuring.pairing import (
     SAME,
     Contender,
     Versus,
@@ -32,7 +32,7 @@ from inference.pairing import (
     versus,
     winners,
 )
-from inference.run_records import Run, read_run
+from inference.measuring.run_records import Run, read_run
 from scripts.common import (
     PENALTY_OPTIONS,
     WARPER_OPTIONS,

@@ -5,9 +5,9 @@
 RUN is a folder of `scripts.evaluate --out`. "My acceptance length is 1.9, the paper says 5" is
 often one measurement under two definitions: with the target's own token or without, pooled over
 rounds or averaged over texts, with the prefill's token or without. Every number is computed from
-the recorded rounds of each cell by the function of inference/conventions.py that it is named after;
-docs/evaluation.md says what each one means, and how sure that is. A dash: not defined for this
-cell, and the reason below the table. The last line is one JSON object.
+the recorded rounds of each cell by the function of inference/measuring/conventions.py that it is
+named after; docs/evaluation.md says what each one means, and how sure that is. A dash: not defined
+for this cell, and the reason below the table. The last line is one JSON object.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inference import conventions
-from inference.run_records import Run, read_run
+from inference.measuring import conventions
+from inference.measuring.run_records import Run, read_run
 from scripts.common import parser_for, print_json, run
 
 OF_ROUNDS: dict[str, Callable[..., Any]] = {

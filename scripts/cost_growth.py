@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from inference.auto import drafters_hash
-from inference.cost_calibration import CostGrid, calibrate_costs
-from inference.costs import CostTable, machine_key
 from inference.engine import EagerEngine, Engine
 from inference.proposers import Proposer
 from inference.proposers.arms import describe
-from inference.round_parts import Calibration
-from inference.schedule import Arm, Table, plain_step, tree_tokens
-from inference.survival import SurvivalEstimator
+from inference.scheduling.auto import drafters_hash
+from inference.scheduling.cost_calibration import CostGrid, calibrate_costs
+from inference.scheduling.costs import CostTable, machine_key
+from inference.scheduling.round_parts import Calibration
+from inference.scheduling.schedule import Arm, Table, plain_step, tree_tokens
+from inference.scheduling.survival import SurvivalEstimator
 from scripts.auto_decided import memory_of, say
 from scripts.common import (
     MODEL_OPTIONS,

@@ -17,9 +17,9 @@ from typing import Any
 
 from drafters import Drafter, MedusaDrafter, TargetModel
 from drafters.export import read_head
-from inference.confidence import label_note
 from inference.engine import EagerEngine, Engine
 from inference.engines import DeviceEngine
+from inference.measuring.confidence import label_note
 from inference.proposers import HeadProposer, Proposer, TreeOptions, build_proposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
@@ -30,7 +30,7 @@ from inference.proposers.ngram import NgramProposer, by_match
 from inference.proposers.options import DRAWS
 from inference.proposers.suffix import SuffixProposer
 from inference.sampling import SamplingParams
-from inference.static_tree import StaticTree, static_tree
+from inference.shapes.static_tree import StaticTree, static_tree
 from scripts.auto_decided import decided_by_costs
 from scripts.auto_device import decided_on_device
 from scripts.drafting_checks import (

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from drafters import Drafter
-from inference.static_tree import StaticTree, static_tree
+from inference.shapes.static_tree import StaticTree, static_tree
 
 NAMED = {"head": "head", "draft-model": "draft_model"}
 """Kinds that need a model's name, and the option that gives it."""

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drafters import Drafter, TargetModel
 from drafters.export import read_head
-from inference.evaluation import Prompt, measure
+from inference.measuring.evaluation import Prompt, measure
 from inference.proposers import TreeOptions, build_proposer
 from inference.proposers.heads import own_options
 from inference.sampling import SamplingParams
@@ -51,13 +51,13 @@ from scripts.common import (
     write_json_atomic,
 )
 from training.config import TrainConfig, parse_config
-from training.data import PackedDataset
-from training.encoding import encode_all
+from training.data.batches import PackedDataset
+from training.data.encoding import encode_all
+from training.data.sources import load_rows
 from training.features import run_target
 from training.loop import ARITHMETIC
 from training.objectives import build_objective
 from training.optim import make_optimizers
-from training.sources import load_rows
 
 COUNTED_STEPS = 2
 TIMED_STEPS, WARM_STEPS = 4, 2

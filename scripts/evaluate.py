@@ -24,9 +24,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from inference.compare import REFERENCES
 from inference.engines import ENGINES
-from inference.evaluation import measure_cells
+from inference.measuring.compare import REFERENCES
+from inference.measuring.evaluation import measure_cells
 from scripts.auto_decided import keep_learnt
 from scripts.common import (
     OPTIONS,

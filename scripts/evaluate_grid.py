@@ -18,7 +18,7 @@ import torch
 from drafters import Drafter, TargetModel
 from drafters.export import read_head
 from inference.engine import Engine
-from inference.evaluation import Cell
+from inference.measuring.evaluation import Cell
 from inference.proposers import Proposer
 from inference.proposers.simulated import SimulatedProposer, check_simulated
 from inference.proposers.undrafted import UndraftedProposer

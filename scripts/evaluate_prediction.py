@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from drafters import TargetModel
-from inference.auto import AutoProposer
-from inference.costs import CostTable
-from inference.evaluation import Report, Request, request_seed
+from inference.measuring.evaluation import Report, Request, request_seed
 from inference.prediction.alarms import Decoded, compare
 from inference.prediction.predict import Answer, Prediction, predict
 from inference.proposers import HeadProposer, Proposer
 from inference.sampling import SamplingParams
-from inference.schedule import RoundCosts
+from inference.scheduling.auto import AutoProposer
+from inference.scheduling.costs import CostTable
+from inference.scheduling.schedule import RoundCosts
 from inference.verify import RULES
 from scripts.common import decimal
 from scripts.evaluate_grid import GridCell

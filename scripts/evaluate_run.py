@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from drafters import Drafter, TargetModel
-from inference.auto import AutoProposer
-from inference.evaluation import Report
+from inference.measuring.evaluation import Report
+from inference.measuring.run_records import FORMAT, Run, write_run
 from inference.prediction.formulas import expected_tokens
 from inference.prediction.rounds import geometric
 from inference.proposers import HeadProposer, Proposer
 from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.compose import ComposedProposer
-from inference.run_records import FORMAT, Run, write_run
+from inference.scheduling.auto import AutoProposer
 from scripts.evaluate_grid import GridCell, plain_options
 from training.provenance import provenance
 from training.records import read_lines

@@ -41,7 +41,7 @@ from drafters.export.card import CARD, base_model_of
 from drafters.export.engines import engine_problems
 from drafters.export.folder import CONFIG, ExportError, read_json
 from drafters.export.golden import GOLDEN
-from drafters.export.mtp_forms import STITCHED
+from drafters.export.stitched.mtp_forms import STITCHED
 from drafters.hub import check_can_push, head_folder, is_hub_id, push_folder
 from scripts.card_facts import results, training_record, training_text
 from scripts.common import add_options, load_target, parser_for, print_json, run

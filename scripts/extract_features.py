@@ -35,10 +35,10 @@ from recipes.heads import make_drafter
 from recipes.rows import encode_for, load_answers
 from recipes.train import load_target, show_progress
 from scripts.common import add_options, parser_for, print_json, run
-from training.chat import TokenizedRow
 from training.config import TrainConfig, parse_config
-from training.data import PackedDataset
-from training.encoding import encode_all
+from training.data.batches import PackedDataset
+from training.data.chat import TokenizedRow
+from training.data.encoding import encode_all
 from training.store.documents import Document, Job, documents_of, plan
 from training.store.encoding import DTYPES, row_tensors
 from training.store.manifest import Manifest

@@ -34,16 +34,16 @@ from tqdm.auto import tqdm
 
 from drafters import Drafter
 from drafters.export import read_head
-from inference.cost_calibration import REPEATS
 from inference.engine import EagerEngine, Engine
-from inference.evaluation import Prompt
 from inference.generate import speculative_generate
+from inference.measuring.evaluation import Prompt
 from inference.proposers import HeadProposer, TreeOptions, build_proposer
-from inference.rates import Rates, measure_rates
-from inference.round_parts import Calibration
 from inference.sampling import SamplingParams
-from inference.sequoia import TreeChoice, choose_tree, expected_tokens, optimal_tree
-from inference.static_tree import StaticTree, optimal_static_tree
+from inference.scheduling.cost_calibration import REPEATS
+from inference.scheduling.round_parts import Calibration
+from inference.shapes.rates import Rates, measure_rates
+from inference.shapes.sequoia import TreeChoice, choose_tree, expected_tokens, optimal_tree
+from inference.shapes.static_tree import StaticTree, optimal_static_tree
 from scripts.calibrate import CONFIG, head_config
 from scripts.common import (
     MODEL_OPTIONS,

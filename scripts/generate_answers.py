@@ -33,11 +33,11 @@ from scripts.common import (
     run,
 )
 from scripts.inspect_mask import load_tokenizer
-from training.answer_file import Answered, AnswerOptions, answer_tokens
-from training.answer_server import answer_by_server
-from training.answers import generate_answers
-from training.server_client import ServerOptions
-from training.sources import load_rows
+from training.answers.client import ServerOptions
+from training.answers.file import Answered, AnswerOptions, answer_tokens
+from training.answers.local import generate_answers
+from training.answers.server import answer_by_server
+from training.data.sources import load_rows
 
 Answer = Callable[[list[dict[str, Any]], AnswerOptions], Answered]
 """Answers rows into --out."""

@@ -27,13 +27,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from scripts.common import add_options, check_chat_template, parser_for, print_json, run
 from scripts.inspect_options import Inspection, inspection
 from scripts.mask_drawing import FAMILY_RULES, View, draw_mask
-from training.chat import TokenizedRow, encode_rows_of
-from training.data import PackedDataset
-from training.encoding import encode_all
-from training.messages import MaskError
-from training.packing import size_of
-from training.sources import Interleaved, RowStream, parse_source
-from training.streaming import StreamedDataset
+from training.data.batches import PackedDataset
+from training.data.chat import TokenizedRow, encode_rows_of
+from training.data.encoding import encode_all
+from training.data.messages import MaskError
+from training.data.packing import size_of
+from training.data.sources import Interleaved, RowStream, parse_source
+from training.data.streaming import StreamedDataset
 
 SUPERVISED, DIM, BOLD, RESET = "\x1b[1;32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 MOST_COLUMNS = 64

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from training.config import parse_config
-from training.drafter_options import DecoderOptions, DFlashOptions
+from training.options.drafter import DecoderOptions, DFlashOptions
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Inspection:
 
     Attributes:
         target: hub id or folder.
-        sources: names as `training.sources.parse_source` takes them.
+        sources: names as `training.data.sources.parse_source` takes them.
         split: of hub data sets.
         limit: rows used of each source.
         chat_template: replaces the tokenizer's.

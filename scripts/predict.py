@@ -18,13 +18,13 @@ from typing import Any
 
 from drafters import Drafter, TargetModel
 from drafters.export import read_head
-from inference.costs import CostTable
-from inference.evaluation import Prompt, request_seed
 from inference.generate import plain_generate, speculative_generate
+from inference.measuring.evaluation import Prompt, request_seed
 from inference.prediction.alarms import Decoded
 from inference.prediction.predict import Answer
 from inference.proposers import HeadProposer, TreeOptions, build_proposer
 from inference.sampling import SamplingParams
+from inference.scheduling.costs import CostTable
 from inference.verify import RULES
 from scripts.common import (
     MODEL_OPTIONS,

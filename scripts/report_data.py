@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.run_records import Run, read_run
+from inference.measuring.run_records import Run, read_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,8 @@ def ordered(names: Iterable[Sequence[str]]) -> list[str]:
 
 
 def verify_costs(costs: dict[str, Any]) -> dict[tuple[int, int], dict[int, float]]:
-    """(batch B, context P) -> rows N -> seconds, of a cost table as `inference.costs` saves it."""
+    """(batch B, context P) -> rows N -> seconds, of a cost table as `inference.scheduling.costs`
+    saves it."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     for rows, context, batch, seconds in costs["verify"]:
         found.setdefault((batch, context), {})[rows] = seconds

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from inference.run_records import RequestRecord, RoundRecord, Run, Trace
+from inference.measuring.run_records import RequestRecord, RoundRecord, Run, Trace
 from scripts.report_html import Html, joined, number, tag, visible
 
 KINDS = {

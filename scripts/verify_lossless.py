@@ -43,14 +43,14 @@ from typing import Any
 from drafters import TargetModel
 from inference.engine import Engine
 from inference.engines import ENGINES
-from inference.evaluation import Prompt
-from inference.law_check import MIN_ROUNDS, NEW_TOKENS, WrongLaw, check_law
-from inference.lossless_report import render
+from inference.measuring.evaluation import Prompt
+from inference.proofs.law_check import MIN_ROUNDS, NEW_TOKENS, WrongLaw, check_law
+from inference.proofs.lossless_report import render
+from inference.proofs.token_check import MAX_ULP, TokenChecker
+from inference.proofs.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall
 from inference.proposers import Proposer
 from inference.sampling import SamplingParams
 from inference.static.accept import STATIC_RULES
-from inference.token_check import MAX_ULP, TokenChecker
-from inference.verdicts import INCONCLUSIVE, LOSSLESS, NOT_LOSSLESS, overall
 from inference.verify import RULES, SAME_TOKENS
 from scripts.common import (
     MODEL_OPTIONS,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafters import TargetModel
 from drafters.export.folder import share
-from training.data_options import LoraOptions
+from training.options.data import LoraOptions
 
 ALL_LINEAR = "all-linear"
 

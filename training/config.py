@@ -13,10 +13,10 @@ from pathlib import Path
 
 import draccus
 
-from training.data_options import DataOptions, LoraOptions, TargetOptions
-from training.drafter_options import DrafterOptions
 from training.objectives.options import ObjectiveOptions
-from training.run_options import EvalOptions, OptimOptions, RunOptions
+from training.options.data import DataOptions, LoraOptions, TargetOptions
+from training.options.drafter import DrafterOptions
+from training.options.run import EvalOptions, OptimOptions, RunOptions
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters import TargetModel
-from training.data import Batch
+from training.data.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class OnlineFeatures:
         """The target is run when its turn comes."""
 
     def __call__(self, batch: Batch) -> TargetBatch:
-        """Hidden states for a batch of a :class:`~training.data.PackedDataset`."""
+        """Hidden states for a batch of a :class:`~training.data.batches.PackedDataset`."""
         if not self._remember:
             return run_target(self.target, batch, self.layers)
         rows = [self._row(batch, row) for row in range(len(batch.input_ids))]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from training.run_options import EvalOptions
+from training.options.run import EvalOptions
 
 
 class History:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config import TrainConfig
-from training.data import Dataset
+from training.data.batches import Dataset
 from training.objectives import Objective
 
 

@@ -24,10 +24,10 @@ from training import losses
 from training.adapter import TargetAdapter
 from training.alignment import Labels, supervised_labels
 from training.chunked import Metrics, chunked_sum, plain_sum
-from training.data import Batch
-from training.data_options import LoraOptions
+from training.data.batches import Batch
 from training.features import TargetBatch, run_target
 from training.objectives import Drafts, Objective
+from training.options.data import LoraOptions
 
 logger = logging.getLogger(__name__)
 IN_TRAINING = "not merged yet"

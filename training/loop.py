@@ -26,7 +26,7 @@ from training.checkpoint import (
     save_checkpoint,
 )
 from training.config import TrainConfig
-from training.data import Batch, Dataset
+from training.data.batches import Batch, Dataset
 from training.engines import make_engine
 from training.features import Features, OnlineFeatures
 from training.history import History

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from training.data import Batch, Dataset
+from training.data.batches import Batch, Dataset
 from training.engines import Engine
 
 MAX_IN_A_ROW = 10

@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from training.joint import adapter_groups, late_rate
 from training.objectives import Objective
-from training.run_options import OptimOptions
+from training.options.run import OptimOptions
 
 
 def make_optimizers(objective: Objective, optim: OptimOptions) -> list[Optimizer]:

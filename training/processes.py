@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_
 from transformers.integrations import unset_hf_deepspeed_config
 
 from training.engines import wants_fsdp
-from training.run_options import RunOptions
+from training.options.run import RunOptions
 
 
 def make_accelerator(

@@ -17,6 +17,7 @@ from drafters.config import DrafterConfig
 from drafters.export import writing
 from drafters.export.card import CardFacts
 from drafters.export.dialect import Dialect
+from drafters.export.dialects.native import read_native, write_native
 from drafters.export.folder import CONFIG, Export, ExportError
 from drafters.export.golden import (
     check_golden,
@@ -25,11 +26,10 @@ from drafters.export.golden import (
     golden_logits,
     write_golden,
 )
-from drafters.export.mtp_forms import STITCHED
-from drafters.export.native import read_native, write_native
 from drafters.export.reading import check_folder, folder_config, read_folder
 from drafters.export.registry import DIALECTS, dialect_named, dialect_of
-from drafters.export.stitching import check_stitched, form_of, read_stitched, stitch
+from drafters.export.stitched.mtp_forms import STITCHED
+from drafters.export.stitched.stitching import check_stitched, form_of, read_stitched, stitch
 from drafters.hub import head_folder
 from drafters.loading import FAMILIES, saved_config
 from drafters.target import TargetModel

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafters.export import speculators_dflash, speculators_eagle3, speculators_mtp
-from drafters.export.dflash import DFLASH, DFLASH_VLLM
 from drafters.export.dialect import Dialect
-from drafters.export.dspark import DSPARK_FORMS
-from drafters.export.eagle1 import EAGLE1
-from drafters.export.eagle1_sglang import SGLANG_EAGLE1
-from drafters.export.eagle3_vllm import VLLM
+from drafters.export.dialects import speculators_dflash, speculators_eagle3, speculators_mtp
+from drafters.export.dialects.dflash import DFLASH, DFLASH_VLLM
+from drafters.export.dialects.dspark import DSPARK_FORMS
+from drafters.export.dialects.eagle1 import EAGLE1
+from drafters.export.dialects.eagle1_sglang import SGLANG_EAGLE1
+from drafters.export.dialects.eagle3_vllm import VLLM
+from drafters.export.dialects.hydra import HYDRA
+from drafters.export.dialects.medusa import OFFICIAL_MEDUSA
+from drafters.export.dialects.medusa_vllm import VLLM_MEDUSA
+from drafters.export.dialects.modelopt import MODELOPT
+from drafters.export.dialects.peagle_vllm import VLLM_PEAGLE
+from drafters.export.dialects.sglang import SGLANG
 from drafters.export.folder import CONFIG, MANIFEST, ExportError, read_json
-from drafters.export.hydra import HYDRA
-from drafters.export.medusa import OFFICIAL_MEDUSA
-from drafters.export.medusa_vllm import VLLM_MEDUSA
-from drafters.export.modelopt import MODELOPT
-from drafters.export.peagle_vllm import VLLM_PEAGLE
-from drafters.export.sglang import SGLANG
 from drafters.export.tensors import folder_tensors
 
 DIALECTS: dict[str, Dialect] = {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.intervals import Estimate, Pair, gap, gap_by_t, ratio
+from inference.measuring.intervals import Estimate, Pair, gap, gap_by_t, ratio
 from inference.prediction.predict import Prediction
 from inference.prediction.text import Look
 

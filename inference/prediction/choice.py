@@ -19,8 +19,8 @@ from torch import Tensor
 
 from inference.prediction.rounds import walk
 from inference.prediction.text import Look
-from inference.schedule import RoundCosts, plain_step
-from inference.static_tree import StaticTree, optimal_static_tree
+from inference.scheduling.schedule import RoundCosts, plain_step
+from inference.shapes.static_tree import StaticTree, optimal_static_tree
 
 RANKS = 10
 SIZES = (4, 8, 16, 32, 64)

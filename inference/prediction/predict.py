@@ -23,14 +23,14 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from drafters import TargetModel
-from inference.intervals import Estimate, ratio
+from inference.measuring.intervals import Estimate, ratio
 from inference.prediction.choice import Best, best_sizes
 from inference.prediction.formulas import Point, curves, expected_tokens, path_tokens
 from inference.prediction.rounds import Walk, conditional_acceptance, pooled, walk
 from inference.prediction.teacher import deepest, kind_of, look_at
 from inference.prediction.text import MEASURES, Answer, Look
 from inference.proposers import HeadProposer
-from inference.schedule import RoundCosts
+from inference.scheduling.schedule import RoundCosts
 from inference.verify import SAME_TOKENS
 
 __all__ = ["Answer", "Prediction", "Setting", "predict"]

@@ -7,7 +7,7 @@ least d drafts, given that a lossless decoder emits this text x:
 * drawn chains, `rejection`: the product of min(1, q(x_i) / p(x_i)), as a draft x_i is drawn and
   accepted with min(p, q)(x_i), and x_i is emitted with p(x_i);
 * drawn chains, `block`: the least of 1 and of the products of q(x_i) / p(x_i) down to each depth,
-  by its invariant that the drafts x_1..x_i are kept with h_i (`inference.block`);
+  by its invariant that the drafts x_1..x_i are kept with h_i (`inference.rules.block`);
 * drawn trees: estimated without bias from drawn trees, with the same weights. Below the first level
   these are rarely large and mostly 0, so the estimate is noisy and its interval wide: it takes
   many texts. All others are exact.
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from inference.acceptance import accept_probability, proposals, residual_law
+from inference.rules.acceptance import accept_probability, proposals, residual_law
 from inference.tree import TokenTree
 
 

@@ -30,8 +30,8 @@ from inference.prediction.text import MEASURES, Answer, Look, TextLaws
 from inference.proposers import HeadProposer, RowState
 from inference.proposers.base import Session
 from inference.proposers.laws import draft_law, proposal_kind
-from inference.rates import rank_of
 from inference.sampling import SamplingParams, lowest_argmax, probabilities
+from inference.shapes.rates import rank_of
 from inference.timing import PhaseTimer
 from inference.tree import DRAWN_KINDS, Proposal, TokenTree
 from inference.verify import RULES

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from inference.batch_controller import Situation
 from inference.proposers.arms import (
     NEW,
     Backlog,
@@ -40,7 +39,8 @@ from inference.proposers.deciding import (
     NewChooser,
 )
 from inference.proposers.heads import HeadProposer
-from inference.schedule import Choice, RoundCosts
+from inference.scheduling.batch_controller import Situation
+from inference.scheduling.schedule import Choice, RoundCosts
 from inference.tree import TokenTree
 
 

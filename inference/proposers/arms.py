@@ -16,8 +16,8 @@ from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.heads import HeadProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
-from inference.schedule import Arm, Choice, cut_tree, first_chain
-from inference.survival import Outcome
+from inference.scheduling.schedule import Arm, Choice, cut_tree, first_chain
+from inference.scheduling.survival import Outcome
 from inference.tree import TokenTree
 
 NEW = 2

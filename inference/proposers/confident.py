@@ -1,16 +1,17 @@
 """How far drafts go within a round, where a confidence output says how good they are.
 
 Before a draft is made: drafting stops where no further draft can pay, whatever follows. After
-chains are made that are not drawn: they are cut to the length that pays (`inference.schedule`), and
-in a batch that shares a forward to one width for all (`inference.admission`).
+chains are made that are not drawn: they are cut to the length that pays
+(`inference.scheduling.schedule`), and in a batch that shares a forward to one width for all
+(`inference.scheduling.admission`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from inference.admission import common_width
-from inference.schedule import Choice, RoundCosts, cut_chain, cut_tree, least_survival
+from inference.scheduling.admission import common_width
+from inference.scheduling.schedule import Choice, RoundCosts, cut_chain, cut_tree, least_survival
 from inference.tree import DRAWN_KINDS, TokenTree
 
 

@@ -1,9 +1,9 @@
 """Who decides for which sequence of a call, and learns from whom.
 
-`inference.schedule.may_look` says who may look at others. Sequences that may are decided for
-together, where there are several and somebody who does it (`inference.batch_controller`). Each of
-the others has a controller of its own, takes the others of the batch to be like itself, and starts
-from the priors in every call.
+`inference.scheduling.schedule.may_look` says who may look at others. Sequences that may are decided
+for together, where there are several and somebody who does it
+(`inference.scheduling.batch_controller`). Each of the others has a controller of its own, takes the
+others of the batch to be like itself, and starts from the priors in every call.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from inference.batch_controller import BatchController, Situation
 from inference.proposers.base import RowState, Session
-from inference.schedule import Arm, Choice, may_look
-from inference.survival import Outcome, SurvivalEstimator
+from inference.scheduling.batch_controller import BatchController, Situation
+from inference.scheduling.schedule import Arm, Choice, may_look
+from inference.scheduling.survival import Outcome, SurvivalEstimator
 from inference.tree import Proposal
 
 
 class Chooser(Protocol):
-    """What decides for one sequence; `inference.controller.Controller` does."""
+    """What decides for one sequence; `inference.scheduling.controller.Controller` does."""
 
     @property
     def rate(self) -> float:

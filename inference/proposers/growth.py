@@ -25,7 +25,7 @@ from inference.proposers.base import RowState
 from inference.proposers.laws import draft_law, node_scores, proposal_kind
 from inference.proposers.options import TreeOptions
 from inference.sampling import Stream, draw_top, gumbel, probabilities
-from inference.static_tree import StaticTree
+from inference.shapes.static_tree import StaticTree
 from inference.tree import (
     DRAWN_KINDS,
     Candidates,

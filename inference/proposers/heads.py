@@ -13,7 +13,7 @@ from torch import Tensor
 from drafters import Drafter
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.options import DEPTH, TreeOptions
-from inference.static_tree import StaticTree, optimal_static_tree, static_tree
+from inference.shapes.static_tree import StaticTree, optimal_static_tree, static_tree
 from inference.timing import PhaseTimer
 from inference.tree import TokenTree
 

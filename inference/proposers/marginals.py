@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.proposers.base import RowState
 from inference.proposers.growth import Growth, needed, new_tree
 from inference.proposers.options import TreeOptions
-from inference.static_tree import best_first
+from inference.shapes.static_tree import best_first
 from inference.tree import Proposal, TokenTree
 
 

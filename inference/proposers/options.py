@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from inference.static_tree import StaticTree
+from inference.shapes.static_tree import StaticTree
 
 DRAWS = ("all", "one", "none")
 DEPTH = 5

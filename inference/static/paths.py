@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inference.proposers.options import TreeOptions
+from inference.shapes.static_tree import StaticTree
 from inference.static.growth import (
     Candidates,
     DraftLaw,
@@ -24,7 +25,6 @@ from inference.static.growth import (
     top_children,
 )
 from inference.static.tree import DraftTree
-from inference.static_tree import StaticTree
 
 
 class Level(NamedTuple):

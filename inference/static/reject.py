@@ -1,7 +1,7 @@
 """Rejection sampling over the trees of a batch (`inference.verify`, rule "rejection").
 
 One step per depth, and in it one per child of a node. Coins and residuals are those of
-`inference.acceptance`; the token behind the last accepted one is drawn once, at the end.
+`inference.rules.acceptance`; the token behind the last accepted one is drawn once, at the end.
 
 Legend: B sequences, N nodes, D depth, V vocabulary, Vd draft vocabulary.
 """

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference.scheduling.survival import Outcome
 from inference.static.accept import Acceptance
 from inference.static.tree import DraftTree
-from inference.survival import Outcome
 
 
 class Report(NamedTuple):

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-from inference.auto import drafters_hash
-from inference.controller import ControllerSettings
-from inference.costs import MachineKey, check_writable, current_table, machine_key
 from inference.files import write_whole
-from inference.priors import Memory
 from inference.proposers.heads import HeadProposer
 from inference.proposers.laws import proposal_kind
 from inference.sampling import SamplingParams
+from inference.scheduling.auto import drafters_hash
+from inference.scheduling.controller import ControllerSettings
+from inference.scheduling.costs import MachineKey, check_writable, current_table, machine_key
+from inference.scheduling.priors import Memory
+from inference.scheduling.survival import Prior
 from inference.static.decoding import DeviceEngine
 from inference.static.draft_base import Committed
 from inference.static.rounds import EAGER_ROUNDS, Kind, Rounds
 from inference.static.sizes import ARM, PLAIN, FastestSizes, Form, SizedProposer, sizes_of
-from inference.survival import Prior
 from inference.tree import Proposal
 
 FORMAT = 1
@@ -49,7 +49,8 @@ ROOM = 64
 
 @dataclass(frozen=True)
 class RoundTable:
-    """Seconds of whole rounds; an `inference.schedule.RoundCosts` whose parts are not known.
+    """Seconds of whole rounds; an `inference.scheduling.schedule.RoundCosts` whose parts are not
+    known.
 
     Attributes:
         key: where they were measured.

@@ -3,7 +3,7 @@
 A head drafts a tree of one of several sizes in every round, or nothing: a plain step. All sequences
 of a batch get the same, as a round is one function of the whole batch. What decides sees what the
 host has read anyway: how long texts are and what became of the drafts of earlier rounds. So it only
-ever looks backwards (`inference.schedule.may_look`).
+ever looks backwards (`inference.scheduling.schedule.may_look`).
 
 On engine "device" every size is a kind of round (`inference.static.rounds`). On other engines the
 head's own proposer drafts trees of the chosen size, sequence by sequence: the readable twin, which
@@ -21,13 +21,13 @@ from typing import Protocol
 
 import torch
 
-from inference.controller import Controller, ControllerSettings
-from inference.priors import Memory
 from inference.proposers.adaptive import outcome_of
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.heads import HeadProposer
 from inference.proposers.options import TreeOptions
-from inference.schedule import (
+from inference.scheduling.controller import Controller, ControllerSettings
+from inference.scheduling.priors import Memory
+from inference.scheduling.schedule import (
     Arm,
     Choice,
     RoundCosts,
@@ -36,7 +36,7 @@ from inference.schedule import (
     may_look,
     tree_tokens,
 )
-from inference.survival import Outcome, Prior, SurvivalEstimator
+from inference.scheduling.survival import Outcome, Prior, SurvivalEstimator
 from inference.tree import Proposal, TokenTree
 
 ARM = "head"
@@ -206,7 +206,8 @@ SizeSeconds = Callable[[Form, float, float], float]
 
 
 class FastestSizes:
-    """Chooses the size with the most expected tokens per second (`inference.controller`).
+    """Chooses the size with the most expected tokens per second
+    (`inference.scheduling.controller`).
 
     Args:
         forms: the sizes.
@@ -298,7 +299,8 @@ class FastestSizes:
         depth: int | None = None,
         size: int | None = None,
     ) -> list[Choice]:
-        """What `inference.schedule.menu` is for arms of any size: a choice for every form.
+        """What `inference.scheduling.schedule.menu` is for arms of any size: a choice for every
+        form.
 
         A round takes as long whether the text has room for its deepest paths or not.
         """

@@ -26,7 +26,7 @@ from recipes.diagnosis.static import (
     check_tensors,
 )
 from recipes.parity import ParityError, check_parity
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.objectives import ObjectiveOptions, build_objective
 
 MAX_FAULTS = 3

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter, TargetModel
-from training.chat import TokenizedRow
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch
 from training.objectives import Objective, ObjectiveOptions, build_objective
 from training.objectives.options import RECURSIVE

@@ -15,7 +15,7 @@ from drafters.config import DecoderConfig
 from drafters.export.folder import ExportError
 from drafters.export.golden import GOLDEN, check_golden
 from drafters.loading import layer_shape
-from inference.confidence import fitting_label
+from inference.measuring.confidence import fitting_label
 from inference.proposers.laws import proposal_kind
 from inference.sampling import SamplingParams
 from recipes.diagnosis.files import LoadedHead

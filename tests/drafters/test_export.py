@@ -28,9 +28,9 @@ from drafters.export import (
 )
 from drafters.export import check_folder as check_as
 from drafters.export import folder as folder_module
+from drafters.export.dialects.sglang import SGLANG, engine_parameters
 from drafters.export.fields import from_outputs
 from drafters.export.reading import read_folder
-from drafters.export.sglang import SGLANG, engine_parameters
 from drafters.layers import repeat_heads, rotate
 from drafters.vocab import from_offsets
 from tests.tiny import tiny_target

@@ -20,8 +20,8 @@ from inference.generate import speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from tests.native_mtp import KINDS, LAYERS, load_checkpoint, save_checkpoint
 from tests.zoo import float64_throughout
-from training.chat import TokenizedRow
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.objectives import ObjectiveOptions, build_objective
 

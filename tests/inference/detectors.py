@@ -18,15 +18,15 @@ import inference.cache as cache_module
 import inference.proposers.growth as growth_module
 import inference.sampling as sampling_module
 from drafters import TargetModel, build_drafter
-from inference.acceptance import Coins, Verdict
 from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import Proposer, RowState, SequentialProposer, Session, TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.growth import new_tree
 from inference.proposers.layer_skip import LayerSkipProposer
+from inference.rules.acceptance import Coins, Verdict
 from inference.sampling import SamplingParams, Stream, warp
-from inference.static_tree import static_tree
+from inference.shapes.static_tree import static_tree
 from inference.stopping import Stop
 from inference.support import check_tree_support
 from inference.tree import Proposal, TokenTree

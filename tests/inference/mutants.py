@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 import inference.attention as attention_module
-import inference.block as block_module
 import inference.decoding as decoding_module
 import inference.generate as generate_module
 import inference.processors as processors_module
 import inference.proposers.growth as growth_module
 import inference.proposers.layer_skip as layer_skip_module
+import inference.rules.block as block_module
 import inference.sampling as sampling_module
 import inference.verify as verify_module
 from drafters import TargetModel
-from inference.acceptance import KeyedCoins, Verdict
 from inference.cache import TreeCache, TreeLayer
 from inference.decoding import Text
 from inference.engine import EagerEngine
@@ -32,6 +31,7 @@ from inference.processors import Sampler
 from inference.proposers.draft_cache import DraftCache
 from inference.proposers.growth import Growth, StaticGrowth
 from inference.proposers.levels import Branches
+from inference.rules.acceptance import KeyedCoins, Verdict
 from inference.sampling import Stream, uniform_at
 from inference.stopping import Stopper
 from inference.tree import TokenTree, ancestor_mask

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.acceptance import (
+from inference.rules.acceptance import (
     Coins,
     Law,
     Verdict,

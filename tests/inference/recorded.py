@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from inference.run_records import RequestRecord, RoundRecord, Run, Trace
+from inference.measuring.run_records import RequestRecord, RoundRecord, Run, Trace
 
 CELL = {
     "temperature": 0.0,

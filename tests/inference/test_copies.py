@@ -233,7 +233,7 @@ def test_what_a_copy_would_share_is_refused_by_name(name: str) -> None:
         copied([no_vowels, processor], "no way")
 
 
-@pytest.mark.filterwarnings("ignore::inference.lossy.LossyWarning")
+@pytest.mark.filterwarnings("ignore::inference.rules.lossy.LossyWarning")
 def test_what_cannot_be_copied_is_refused_where_it_would_be(target: TargetModel) -> None:
     params = SamplingParams(processors=(Holding(remembering()),))
     options: dict[str, Any] = {"max_new_tokens": 4, "sampling": params, "stop": NO_END}

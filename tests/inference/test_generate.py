@@ -23,7 +23,7 @@ from inference.proposers import (
     build_proposer,
 )
 from inference.sampling import SamplingParams
-from inference.static_tree import static_tree
+from inference.shapes.static_tree import static_tree
 from inference.stopping import Stop
 from inference.tree import TokenTree
 from tests.oracle import NoisyOracle

@@ -60,7 +60,7 @@ def test_block_at_temperature_zero_is_plain_decoding(
     assert found.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.filterwarnings("ignore::inference.lossy.LossyWarning")
+@pytest.mark.filterwarnings("ignore::inference.rules.lossy.LossyWarning")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_typical_acceptance_at_temperature_zero_is_plain_decoding(
     target: TargetModel, name: str
@@ -70,7 +70,7 @@ def test_typical_acceptance_at_temperature_zero_is_plain_decoding(
     assert found.sequences == plain(target, name) and found.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.filterwarnings("ignore::inference.lossy.LossyWarning")
+@pytest.mark.filterwarnings("ignore::inference.rules.lossy.LossyWarning")
 @pytest.mark.parametrize("rule", ["match", "rejection", "block", "lossy_typical"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_object_itself_is_asked_about_the_emitted_text_only(

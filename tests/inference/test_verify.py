@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import inference.verify as verify_module
-from inference.acceptance import KeyedCoins, Verdict, accept_probability, residual_law
+from inference.rules.acceptance import KeyedCoins, Verdict, accept_probability, residual_law
 from inference.sampling import SamplingParams, Stream, draw_top, gumbel, probabilities, sample
 from inference.tree import Proposal, TokenTree
 from inference.verify import ALL_RULES, RULES, verify

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inference.evaluation import Prompt
 from inference.generate import plain_generate
+from inference.measuring.evaluation import Prompt
 from interop.llama_cpp import table
 from interop.llama_cpp_compare import (
     Case,

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from drafters import Drafter, TargetModel, build_drafter
-from inference.compare import explain_difference, reference_text
 from inference.generate import speculative_generate
 from inference.hf import speculative
+from inference.measuring.compare import explain_difference, reference_text
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
 from recipes.parity import TOLERANCE, check_parity
-from training.chat import TokenizedRow, encode_prompt
+from training.data.chat import TokenizedRow, encode_prompt
 from training.objectives import ObjectiveOptions, build_objective
 from training.objectives.options import RECURSIVE
 

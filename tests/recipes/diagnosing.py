@@ -15,8 +15,8 @@ from drafters import Drafter, TargetModel, build_drafter
 from recipes.diagnosis import Diagnosis, Evidence, Serving, diagnose, gather, load_head
 from tests.tiny import END, SPECIALS, START, tiny_tokenizer
 from tests.training.toys import pair_rows
-from training.chat import TokenizedRow
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.objectives import ObjectiveOptions, build_objective
 from training.objectives.options import RECURSIVE

@@ -14,13 +14,13 @@ from drafters.mtp_native import load_native_mtp
 from recipes.heads import make_drafter
 from tests.native_mtp import load_checkpoint, save_checkpoint
 from tests.tiny import tiny_target
-from training.chat import TokenizedRow
 from training.config import DataOptions, RunOptions, TargetOptions, TrainConfig
-from training.data import PackedDataset
-from training.drafter_options import DrafterOptions
+from training.data.batches import PackedDataset
+from training.data.chat import TokenizedRow
 from training.features import run_target
 from training.loop import Trainer
 from training.objectives import ObjectiveOptions, build_objective
+from training.options.drafter import DrafterOptions
 from training.processes import make_accelerator
 
 IDS = torch.randint(3, 40, (32,), generator=torch.Generator().manual_seed(0)).tolist()

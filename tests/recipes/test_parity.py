@@ -17,7 +17,7 @@ from recipes import parity
 from recipes.parity import ParityError, check_parity, decode_rounds
 from tests.tiny import tiny_target
 from training.alignment import shifted_tokens
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.features import run_target
 from training.objectives import Objective, ObjectiveOptions, build_objective, sequential
 

@@ -15,7 +15,7 @@ from inference.proposers.draft_cache import DraftCache
 from inference.proposers.sequential import SequentialProposer, StepOutput
 from recipes.parity import ParityError, ParityReport, check_parity
 from tests.tiny import tiny_target
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.objectives import Objective, ObjectiveOptions, build_objective, sequential
 
 VOCAB, LENGTH = 96, 40

@@ -1,4 +1,5 @@
-"""Run folders made up from a seed, in the format of `inference.run_records`, for tests of reports.
+"""Run folders made up from a seed, in the format of `inference.measuring.run_records`, for tests of
+reports.
 
 Texts and trees are invented, everything counted is counted from them: tokens of a round, acceptance
 by position, intervals. With `full=False` every optional part is missing.
@@ -8,10 +9,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from inference.compare import Difference, Reference
-from inference.confidence import JudgedDrafts
-from inference.evaluation_report import Prompt, Report, Request
-from inference.run_records import RequestRecord, RoundRecord, Run, Trace, write_run
+from inference.measuring.compare import Difference, Reference
+from inference.measuring.confidence import JudgedDrafts
+from inference.measuring.evaluation_report import Prompt, Report, Request
+from inference.measuring.run_records import RequestRecord, RoundRecord, Run, Trace, write_run
 
 WORDS = (
     " the", " a", " of", " and", " draft", " head", " model", " target", " tokens", "\n", "\n\n",

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import inference.auto as auto_module
+import inference.scheduling.auto as auto_module
 import scripts.auto_decided as auto_decided_module
-from inference.auto import AutoProposer
+from inference.scheduling.auto import AutoProposer
 from scripts.auto_decided import keep_learnt
 from scripts.auto_size import main
 from scripts.common import add_options, load_target, parser_for
@@ -21,8 +21,8 @@ SMALL = ["--depth", "2", "--branch", "2"]
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(auto_module, "WIDTHS", (1, 2, 4))
     monkeypatch.setattr(auto_decided_module, "CONTEXTS", (16,))
-    monkeypatch.setattr("inference.cost_calibration.REPEATS", 1)
-    monkeypatch.setattr("inference.cost_calibration.MOST_REPEATS", 1)
+    monkeypatch.setattr("inference.scheduling.cost_calibration.REPEATS", 1)
+    monkeypatch.setattr("inference.scheduling.cost_calibration.MOST_REPEATS", 1)
     return save_models(tmp_path)
 
 

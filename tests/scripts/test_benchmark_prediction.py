@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from inference.costs import CostTable, MachineKey
-from inference.evaluation import Prompt
+from inference.measuring.evaluation import Prompt
+from inference.scheduling.costs import CostTable, MachineKey
 from scripts.benchmark_contenders import Contender, parse_contender, parse_contenders
 from scripts.benchmark_prediction import (
     add_measured_speedups,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from inference.evaluation import Prompt
+from inference.measuring.evaluation import Prompt
 from scripts.benchmark_protocol import Answer, RefusalError, WorkerError
 from scripts.benchmark_race import (
     MIXED,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from drafters import TargetModel
-from inference.costs import CostTable, MachineKey
-from inference.evaluation import Prompt
 from inference.generate import plain_generate
+from inference.measuring.evaluation import Prompt
+from inference.scheduling.costs import CostTable, MachineKey
 from scripts.benchmark_contenders import parse_contenders
 from scripts.benchmark_protocol import Answer
 from scripts.benchmark_race import Batch, Cell, Heat

@@ -251,9 +251,9 @@ def test_padding_and_cutting() -> None:
 
 
 def auto_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("inference.auto.WIDTHS", (1, 2, 4))
+    monkeypatch.setattr("inference.scheduling.auto.WIDTHS", (1, 2, 4))
     monkeypatch.setattr("scripts.auto_decided.CONTEXTS", (16,))
-    monkeypatch.setattr("inference.cost_calibration.MOST_REPEATS", 1)
+    monkeypatch.setattr("inference.scheduling.cost_calibration.MOST_REPEATS", 1)
     return handler(folder, f"ours:{folder / 'head'}:auto:depth=2:branch=2")
 
 

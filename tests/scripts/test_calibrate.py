@@ -12,8 +12,8 @@ from drafters import Drafter, TargetModel, build_drafter
 from drafters.export import read_head
 from inference.cache import TreeCache
 from inference.engine import EagerEngine
-from inference.evaluation import Prompt
 from inference.generate import plain_generate, speculative_generate
+from inference.measuring.evaluation import Prompt
 from inference.proposers import RowState, Session, TreeOptions, build_proposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.sampling import SamplingParams, probabilities
@@ -28,7 +28,7 @@ from scripts.calibrate_confidence import (
 )
 from tests.scripts.heads import save_models
 from tests.tiny import save_tiny_target, tiny_target
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 
 PROMPTS = [Prompt([5, 6, 7, 8]), Prompt([11, 12, 13]), Prompt([30] * 6)]
 

@@ -20,7 +20,7 @@ from inference.sampling import SamplingParams
 from scripts.chat import COLOURS, RESET, Chat, Printer, TokenText, converse, main, use_colour
 from tests.scripts.heads import save_models, tiny_head
 from tests.tiny import tiny_target
-from training.chat import encode_prompt
+from training.data.chat import encode_prompt
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.run_records import RequestRecord, RoundRecord, Run, write_run
+from inference.measuring.run_records import RequestRecord, RoundRecord, Run, write_run
 from scripts import compare
 
 

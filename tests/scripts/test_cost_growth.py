@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from inference.priors import Memory
-from inference.schedule import Arm
-from inference.survival import Prior
+from inference.scheduling.priors import Memory
+from inference.scheduling.schedule import Arm
+from inference.scheduling.survival import Prior
 from scripts.cost_growth import Cell, cell_of, main, parse_args, print_tables
-from tests.inference.costs import cost_table
+from tests.inference.scheduling.costs import cost_table
 from tests.scripts.heads import save_models
 
 VERIFY = {1: 0.05, 4: 0.06, 8: 0.10, 16: 0.30}

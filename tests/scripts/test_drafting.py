@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import inference.auto as auto_module
+import inference.scheduling.auto as auto_module
 import scripts.auto_decided as auto_decided_module
 from drafters import TargetModel, build_drafter
-from inference.costs import CostTable
 from inference.proposers import HeadProposer, MedusaProposer, Proposer, SequentialProposer
 from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.compose import ComposedProposer
@@ -19,7 +18,8 @@ from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
-from inference.static_tree import StaticTree
+from inference.scheduling.costs import CostTable
+from inference.shapes.static_tree import StaticTree
 from scripts.common import add_options, load_target, parser_for
 from scripts.drafting import add_drafting_options, load_proposer
 from tests.scripts.heads import save_models

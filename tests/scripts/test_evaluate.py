@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import inference.decoding as decoding_module
-from inference.conventions import acceptance_length, accepted_per_round, rounds_of_cell
-from inference.run_records import read_run
+from inference.measuring.conventions import acceptance_length, accepted_per_round, rounds_of_cell
+from inference.measuring.run_records import read_run
 from inference.verify import Verdict, verify
 from scripts.evaluate import main
 from scripts.evaluate_run import training_history

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.run_records import read_run
+from inference.measuring.run_records import read_run
 from scripts.evaluate import main, parse_args
 from scripts.evaluate_grid import grid
 from tests.scripts.heads import save_models

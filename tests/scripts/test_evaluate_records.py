@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from inference.intervals import figure, ratio
-from inference.run_records import RECORDS
+from inference.measuring.intervals import figure, ratio
+from inference.measuring.run_records import RECORDS
 from scripts.conventions import main as conventions_main
 from scripts.evaluate import main
 from tests.scripts.heads import save_models

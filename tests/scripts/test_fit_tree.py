@@ -10,8 +10,8 @@ import torch
 from drafters import TargetModel
 from drafters.export import read_head
 from inference.proposers import build_proposer
-from inference.sequoia import expected_tokens
-from inference.static_tree import static_tree
+from inference.shapes.sequoia import expected_tokens
+from inference.shapes.static_tree import static_tree
 from scripts.fit_tree import main
 from tests.scripts.heads import save_models
 

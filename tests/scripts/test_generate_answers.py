@@ -14,7 +14,7 @@ from scripts import generate_answers as script
 from scripts.common import run
 from tests.tiny import save_tiny_target
 from tests.training.fake_server import FakeServer
-from training.answer_server import answer_by_server
+from training.answers.server import answer_by_server
 
 PROMPTS = ["Name a colour.", "two plus two?", "Say hello", "why", "Count to five, please."]
 

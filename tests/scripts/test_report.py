@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from inference.run_records import RoundRecord, Trace, read_run
+from inference.measuring.run_records import RoundRecord, Trace, read_run
 from scripts import report as script
 from scripts import report_data, report_html, report_sections, report_svg, report_trace
 from scripts.common import run

@@ -15,7 +15,7 @@ from scripts.training_cost import (
     target_flops,
 )
 from tests.tiny import tiny_target
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import run_target
 from training.objectives import ObjectiveOptions, build_objective
 

@@ -15,7 +15,7 @@ from inference.support import check_tree_support
 from scripts import verify_lossless as script
 from scripts.verify_lossless import main, shallow
 from tests.inference import mutants
-from tests.inference.test_token_check import DraftsNothing
+from tests.inference.proofs.test_token_check import DraftsNothing
 from tests.scripts.heads import save_models
 
 FAST = ["--max-new-tokens", "8", "--seeds", "2", "--samples", "120", "--limit", "3"]
@@ -169,7 +169,7 @@ PLANTED = [
     (mutants.padding_seen, "coupled"),
     (mutants.first_rows_committed, "rejection"),
 ]
-"""More of them in `tests.inference.test_token_check`."""
+"""More of them in `tests.inference.proofs.test_token_check`."""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import Drafter, TargetModel, build_drafter
 from training.alignment import Labels, draft_rows, shifted_tokens, supervised_labels
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch
 from training.objectives import Objective, ObjectiveOptions, base, build_objective
 

@@ -22,7 +22,7 @@ from tests.training.toys import (
     train,
 )
 from training import masks
-from training.data import Batch
+from training.data.batches import Batch
 from training.draws import generator
 from training.features import TargetBatch, run_target
 from training.masks import Rule, block, causal_block, join, parallel, sequence_rows, windowed

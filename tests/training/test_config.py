@@ -9,9 +9,9 @@ import yaml
 from drafters import FAMILIES
 from drafters.families import DFlashConfig
 from training.config import TrainConfig, dump_config, parse_config, save_config
-from training.drafter_options import NOT_IN_CONFIG, DrafterOptions, Eagle3Options, MedusaOptions
 from training.objectives import ObjectiveOptions
 from training.objectives.options import ALL, ONLY
+from training.options.drafter import NOT_IN_CONFIG, DrafterOptions, Eagle3Options, MedusaOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {

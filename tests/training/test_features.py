@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drafters import TargetModel, TargetOutput
 from tests.tiny import tiny_target
-from training.chat import TokenizedRow
-from training.data import Batch, PackedDataset, collate
+from training.data.batches import Batch, PackedDataset, collate
+from training.data.chat import TokenizedRow
 from training.features import OnlineFeatures, check_packing, run_target
 
 LAYERS = (1, 4)

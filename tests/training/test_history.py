@@ -1,7 +1,7 @@
 """Which step was best, and when patience ends."""
 
 from training.history import History
-from training.run_options import EvalOptions
+from training.options.run import EvalOptions
 
 
 def history(*lengths: float, patience: int = 2, min_gain: float = 0.0) -> History:

@@ -14,9 +14,8 @@ from drafters import FAMILIES, TargetModel, build_drafter
 from tests.tiny import tiny_target
 from tests.zoo import float64_throughout
 from training.adapter import TargetAdapter
-from training.chat import TokenizedRow
-from training.data import Batch, collate
-from training.data_options import LoraOptions
+from training.data.batches import Batch, collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.joint import (
     JointObjective,
@@ -26,6 +25,7 @@ from training.joint import (
     late_rate,
 )
 from training.objectives import Objective, ObjectiveOptions, build_objective
+from training.options.data import LoraOptions
 
 VOCAB, LENGTH = 96, 24
 OPTIONS: dict[str, dict[str, Any]] = {"dspark": {"markov_rank": 8}}

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.train import claim as claim_run
 from training import locks
-from training.answer_file import AnswerFile
+from training.answers.file import AnswerFile
 from training.store.writer import claim as claim_store
 
 PLACES: dict[str, Any] = {

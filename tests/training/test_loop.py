@@ -21,7 +21,6 @@ from drafters import build_drafter
 from recipes.train import main
 from tests.tiny import save_tiny_target, tiny_target
 from training import checkpoint, signals
-from training.chat import TokenizedRow
 from training.checkpoint import CheckpointError, list_checkpoints
 from training.config import (
     DataOptions,
@@ -31,8 +30,12 @@ from training.config import (
     TargetOptions,
     TrainConfig,
 )
-from training.data import PackedDataset
-from training.drafter_options import (
+from training.data.batches import PackedDataset
+from training.data.chat import TokenizedRow
+from training.features import run_target
+from training.loop import Trainer, TrainingError
+from training.objectives import ObjectiveOptions, build_objective
+from training.options.drafter import (
     DFlashOptions,
     DrafterOptions,
     DSparkOptions,
@@ -41,9 +44,6 @@ from training.drafter_options import (
     MedusaOptions,
     PEagleOptions,
 )
-from training.features import run_target
-from training.loop import Trainer, TrainingError
-from training.objectives import ObjectiveOptions, build_objective
 from training.processes import make_accelerator
 
 VOCAB, LENGTH = 96, 12
@@ -266,8 +266,8 @@ ONE_IS_SILENT = """
 import sys
 from pathlib import Path
 from tests.training.test_loop import make_config, make_trainer
-from training.chat import TokenizedRow
-from training.drafter_options import DFlashOptions
+from training.data.chat import TokenizedRow
+from training.options.drafter import DFlashOptions
 
 rows = [TokenizedRow(list(range(5, 15)), [False] * 3 + [True] * 7)]
 rows.append(TokenizedRow([5, 6, 7, 8], [True, False, False, False]))  # nothing can be drafted
@@ -308,7 +308,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from tests.training.test_loop import make_config, make_trainer
-from training.drafter_options import Eagle3Options
+from training.options.drafter import Eagle3Options
 
 run = {"steps": 5, "batch_size": 2, "save_every": 1, "on_nonfinite": "skip"}
 trainer = make_trainer(make_config(Path(sys.argv[1]), Eagle3Options(), run=run))

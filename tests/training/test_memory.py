@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters import TargetModel, build_drafter
 from scripts.training_cost import LiveBytes
 from tests.tiny import tiny_target
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch
 from training.masks import unrolled_mask
 from training.objectives import Objective, ObjectiveOptions, build_objective, sequential, spans

@@ -25,8 +25,8 @@ from tests.training.toys import (
     train,
 )
 from tests.zoo import float64_throughout
-from training.chat import TokenizedRow
-from training.data import collate
+from training.data.batches import collate
+from training.data.chat import TokenizedRow
 from training.features import run_target
 from training.objectives import Objective, ObjectiveOptions, build_objective
 

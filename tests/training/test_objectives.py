@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import Drafter, TargetModel, build_drafter
 from tests.tiny import tiny_target
-from training.chat import TokenizedRow
-from training.data import Batch, collate
+from training.data.batches import Batch, collate
+from training.data.chat import TokenizedRow
 from training.features import TargetBatch, run_target
 from training.losses import TERMS
 from training.masks import unrolled_mask

@@ -11,7 +11,7 @@ from drafters import build_drafter
 from tests.tiny import tiny_target
 from training.objectives import Objective, ObjectiveOptions, build_objective
 from training.optim import MovingAverage, Rates, inner_matrices, make_optimizers
-from training.run_options import OptimOptions
+from training.options.run import OptimOptions
 
 
 def objective(family: str = "eagle3", **options: Any) -> Objective:

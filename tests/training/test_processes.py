@@ -8,8 +8,8 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 from training import processes
+from training.options.run import RunOptions
 from training.processes import data_share, make_accelerator, on_main
-from training.run_options import RunOptions
 
 
 @pytest.fixture(autouse=True)

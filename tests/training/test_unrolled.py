@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from drafters import Drafter, TargetModel, build_drafter
 from drafters.base import SequentialDrafter
 from tests.tiny import tiny_target
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch, run_target
 from training.masks import unrolled_mask
 from training.objectives import Objective, ObjectiveOptions, build_objective, sequential

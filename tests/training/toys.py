@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import Drafter, TargetModel
 from training.alignment import Labels, draft_rows
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch
 from training.objectives import Objective
 from training.objectives import base as objective_base

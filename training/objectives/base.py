@@ -24,7 +24,7 @@ from drafters.vocab import draft_index
 from training import losses
 from training.alignment import Labels, draft_rows, supervised_labels
 from training.chunked import Metrics, chunked_sum, plain_sum
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch
 from training.objectives.options import ObjectiveOptions
 from training.objectives.teacher import Laws, Teacher

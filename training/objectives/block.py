@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from drafters.block import DFlashDrafter
 from drafters.peagle import PEagleDrafter
 from training.alignment import shifted_tokens
-from training.data import Batch
+from training.data.batches import Batch
 from training.features import TargetBatch
 from training.masks import block, causal_block
 from training.objectives.base import Drafts, Objective

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.data import Batch
+from training.data.batches import Batch
 from training.draws import generator
 from training.objectives.base import Drafts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafters.base import SequentialDrafter
 from training.alignment import shifted_tokens
-from training.data import Batch
+from training.data.batches import Batch
 from training.draws import uniform_rows
 from training.features import TargetBatch
 from training.objectives.base import AlignedObjective

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.store.encoding import KEY_BYTES
 from training.store.manifest import Manifest, Pending, Shard, StoreError, keys_digest
 

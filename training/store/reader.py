@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters import TargetModel
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.store.documents import damage, key_of
 from training.store.encoding import KEY_BYTES, SCALES, checksum, decode, part_names
 from training.store.manifest import Manifest, Shard, StoreError, check_fingerprint

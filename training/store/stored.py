@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from training.data import Batch, PackedDataset
+from training.data.batches import Batch, PackedDataset
 from training.features import TargetBatch
 from training.store.encoding import LAST
 from training.store.reader import FeatureStore

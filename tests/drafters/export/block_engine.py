@@ -19,9 +19,9 @@ from torch.nn.functional import rms_norm, silu
 from drafters import Drafter
 from drafters.block import DFlashDrafter
 from drafters.export.dialect import Dialect
+from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.folder import MANIFEST
 from drafters.export.golden import GOLDEN
-from drafters.export.sglang import engine_parameters
 from drafters.layers import repeat_heads, rotate
 from inference.proposers.context_cache import ContextCache
 

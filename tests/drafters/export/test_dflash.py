@@ -9,7 +9,7 @@ import torch
 from drafters import TargetModel
 from drafters.block import DFlashDrafter
 from drafters.export import ExportError, check_folder, read_as, read_head, write_as
-from drafters.export.dflash import DFLASH, DFLASH_VLLM
+from drafters.export.dialects.dflash import DFLASH, DFLASH_VLLM
 from drafters.export.engines import engine_problems
 from drafters.export.registry import dialect_of
 from drafters.vocab import from_offsets

@@ -9,7 +9,7 @@ import torch
 
 from drafters import TargetModel
 from drafters.export import ExportError, check_folder, read_head, write_as
-from drafters.export.dflash import DFLASH
+from drafters.export.dialects.dflash import DFLASH
 from tests.drafters.export.block_engine import Folder
 from tests.drafters.export.test_dflash import make_head, written
 from tests.tiny import tiny_target

@@ -19,10 +19,10 @@ from drafters.export import (
     read_head,
     write_as,
 )
-from drafters.export.eagle1 import EAGLE1
-from drafters.export.eagle1_sglang import SGLANG_EAGLE1
+from drafters.export.dialects.eagle1 import EAGLE1
+from drafters.export.dialects.eagle1_sglang import SGLANG_EAGLE1
+from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
-from drafters.export.sglang import engine_parameters
 from drafters.layers import repeat_heads, rotate
 from tests.drafters.export.written import Written, assert_same, logits, make_head
 from tests.tiny import tiny_target

@@ -21,9 +21,9 @@ from drafters.export import (
     read_head,
     write_as,
 )
-from drafters.export.eagle3_vllm import VLLM
+from drafters.export.dialects.eagle3_vllm import VLLM
+from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
-from drafters.export.sglang import engine_parameters
 from drafters.vocab import from_offsets
 from inference.proposers.context_cache import ContextCache
 from tests.drafters.export.vllm_engine import IDS, VllmEngine, chain, golden_texts

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from drafters import HydraDrafter, TargetModel
 from drafters.export import ExportError, dialect_of, golden_inputs, read_head, write_as
-from drafters.export.hydra import HYDRA
+from drafters.export.dialects.hydra import HYDRA
 from drafters.export.reading import check_folder
 from drafters.layers import repeat_heads, rotate
 from tests.drafters.export.written import Written, assert_same, logits, make_head

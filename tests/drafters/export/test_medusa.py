@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 
 from drafters import TargetModel
 from drafters.export import ExportError, dialect_of, golden_inputs, read_as, read_head, write_as
-from drafters.export.medusa import OFFICIAL_MEDUSA
-from drafters.export.medusa_vllm import VLLM_MEDUSA
+from drafters.export.dialects.medusa import OFFICIAL_MEDUSA
+from drafters.export.dialects.medusa_vllm import VLLM_MEDUSA
 from drafters.export.reading import check_folder
 from tests.drafters.export.written import Written, assert_same, logits, make_head
 from tests.tiny import tiny_target

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from drafters import TargetModel
 from drafters.export import ExportError, check_as, dialect_of, read_as, read_head, write_as
-from drafters.export.modelopt import MODELOPT
+from drafters.export.dialects.modelopt import MODELOPT
+from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
-from drafters.export.sglang import engine_parameters
 from tests.drafters.export.test_eagle3_vllm import Folder, config_of, logits, make_head
 from tests.drafters.export.vllm_engine import IDS, VllmEngine, chain
 from tests.tiny import tiny_target

@@ -20,9 +20,9 @@ from drafters.export import (
     read_head,
     write_as,
 )
-from drafters.export.peagle_vllm import VLLM_PEAGLE
+from drafters.export.dialects.peagle_vllm import VLLM_PEAGLE
+from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
-from drafters.export.sglang import engine_parameters
 from drafters.peagle import PEagleDrafter
 from tests.drafters.export.test_eagle3_vllm import Folder, config_of
 from tests.drafters.export.vllm_engine import VllmEngine, one_pass

@@ -26,7 +26,7 @@ from drafters.export import (
     read_head,
     write_as,
 )
-from drafters.export.checkpoint import read_header
+from drafters.export.stitched.checkpoint import read_header
 from drafters.mtp import MtpDrafter
 from drafters.mtp_native import load_native_mtp
 from scripts import convert

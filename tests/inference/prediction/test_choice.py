@@ -10,7 +10,7 @@ import torch
 
 from inference.prediction.choice import best_sizes, fitted, rank_table, replayed, static_survival
 from inference.prediction.text import Answer, Look
-from inference.static_tree import static_tree
+from inference.shapes.static_tree import static_tree
 
 
 @dataclass

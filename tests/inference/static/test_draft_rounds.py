@@ -14,11 +14,11 @@ from drafters.mtp_native import load_native_mtp
 from inference.proposers import TreeOptions
 from inference.proposers.build import PROPOSERS
 from inference.sampling import SamplingParams
+from inference.shapes.static_tree import static_tree
 from inference.static import draft_base, draft_cache
 from inference.static.draft_base import Committed, StaticDrafter
 from inference.static.draft_build import STATIC_DRAFTERS, build_static_drafter
 from inference.static.draft_mtp import MtpDraft
-from inference.static_tree import static_tree
 from tests.blocks import VARIANTS, block_head
 from tests.inference.static.draft_rounds import (
     Texts,

@@ -18,13 +18,13 @@ from inference.proposers.growth import new_tree
 from inference.proposers.laws import draft_law, proposal_kind
 from inference.proposers.marginals import grow_marginals
 from inference.sampling import SamplingParams
+from inference.shapes.static_tree import static_tree
 from inference.static.drawn import DrawnGrowth, DrawnShapeGrowth
 from inference.static.growth import DraftLaw, DynamicGrowth, Grown, Growth
 from inference.static.laws import Warpers, warpers_of
 from inference.static.noise import seed_words
 from inference.static.paths import PathsGrowth, ShapeGrowth
 from inference.static.tree import DraftTree, to_host
-from inference.static_tree import static_tree
 from inference.tree import DRAWN_KINDS, Proposal, TokenTree
 from tests.inference.static.batches import WITHOUT_VALUES, assert_static
 

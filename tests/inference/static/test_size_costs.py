@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from inference.costs import MachineKey
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers import build_proposer
 from inference.sampling import SamplingParams
-from inference.schedule import plain_step
+from inference.scheduling.costs import MachineKey
+from inference.scheduling.schedule import plain_step
 from inference.static import size_costs
 from inference.static.decoding import DeviceEngine
 from inference.static.draft_mtp import MtpDraft

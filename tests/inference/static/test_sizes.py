@@ -12,6 +12,7 @@ from inference.decoding import Keep, Round
 from inference.generate import Generation, plain_generate, speculative_generate
 from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
+from inference.scheduling.survival import Outcome
 from inference.static import rounds as rounds_module
 from inference.static.decoding import DeviceEngine, _prefill
 from inference.static.rounds import Kind, Rounds
@@ -23,7 +24,6 @@ from inference.static.sizes import (
     default_forms,
 )
 from inference.static.tree import DraftTree
-from inference.survival import Outcome
 from inference.texts import new_texts
 from tests.inference.static.draft_rounds import Paths, host_paths, static_paths
 from tests.inference.static.test_draft_rounds import FEW, HEADS, head_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from drafters import TargetModel
-from training.chat import TokenizedRow
+from training.data.chat import TokenizedRow
 from training.store import Manifest
 from training.store.documents import Job, documents_of, plan
 from training.store.writer import begin, claim, merge, write_shards

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters import TargetModel, build_drafter
 from tests.tiny import tiny_target
 from tests.training.store.stores import LAYERS, ROWS, extract, flip, row
-from training.data import Batch, PackedDataset
+from training.data.batches import Batch, PackedDataset
 from training.features import Features, OnlineFeatures, TargetBatch
 from training.objectives import ObjectiveOptions, build_objective
 from training.store import FeatureStore, StoredFeatures, StoreError

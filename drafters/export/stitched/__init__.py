@@ -1,0 +1,1 @@
+"""MTP modules in a target's own checkpoint: forms, reading, writing."""

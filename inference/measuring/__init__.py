@@ -1,0 +1,1 @@
+"""Measuring decoders: acceptance, speed, intervals, records of runs, calibration, comparisons."""

@@ -1,0 +1,302 @@
+"""`size: auto`: cost tables measured on an engine, and the proposer that decides by them.
+
+Letters: B sequences, N rows, P committed tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference.engine import Engine
+from inference.proposers.adaptive import AdaptiveProposer
+from inference.proposers.arms import describe
+from inference.proposers.base import Proposer, RowState
+from inference.proposers.draft_model import DraftModelProposer
+from inference.proposers.heads import HeadProposer
+from inference.proposers.ngram import NgramProposer
+from inference.proposers.suffix import SuffixProposer
+from inference.scheduling.batch_controller import batch_controllers
+from inference.scheduling.controller import controllers
+from inference.scheduling.cost_calibration import CostGrid, calibrate_costs
+from inference.scheduling.costs import (
+    CostTable,
+    check_writable,
+    costs_path,
+    current_costs,
+    machine_key,
+)
+from inference.scheduling.priors import Memory
+from inference.scheduling.round_parts import ABSORBED, WIDTHS, Calibration
+from inference.scheduling.schedule import Arm, plain_step
+from inference.scheduling.survival import Prior
+from inference.tree import TokenTree
+
+CONTEXTS = (128, 1024)
+BUDGET = 20.0
+"""Seconds that a calibration may take, warming up and forced repeats excepted."""
+
+
+def cost_grid(
+    arms: Sequence[Arm],
+    contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = (1,),
+    buckets: tuple[int, ...] = (),
+) -> CostGrid:
+    """What to measure for some arms.
+
+    Args:
+        arms: that may draft.
+        contexts: P.
+        batches: B.
+        buckets: widths that the engine runs, in order; () if it runs any.
+    """
+    largest = max(arm.size for arm in arms)
+    if buckets:  # all that trees of these sizes run in, and no others
+        buckets = buckets[: 1 + sum(bucket < largest for bucket in buckets)]
+        widths = list(buckets)
+    else:
+        widths = [width for width in WIDTHS if width < largest] + [largest]
+    drafts = {
+        (arm.name, depth, top_k)
+        for arm in arms
+        if not arm.copies
+        for depth in {1, arm.depth}
+        for top_k in {1, arm.top_k}
+    }
+    return CostGrid(widths, contexts, batches, sorted(drafts), buckets)
+
+
+def measured_costs(
+    engine: Engine,
+    arms: Mapping[str, Proposer],
+    path: Path | None = None,
+    *,
+    contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = (1,),
+    budget_seconds: float = BUDGET,
+    say: Callable[[str], None] = lambda line: None,
+) -> CostTable:
+    """The cost table of an engine: from disk where it is of this machine, measured otherwise.
+
+    Args:
+        engine: that will decode.
+        arms: proposers by name.
+        path: file, or folder of a head, where the table is kept; None keeps none.
+        contexts: P to measure at; should fit the target's positions.
+        batches: B to measure.
+        budget_seconds: of measuring.
+        say: called with lines about what is done.
+
+    Raises:
+        ValueError: the table cannot be saved there.
+    """
+    target = engine.target
+    key = machine_key(
+        target.device, target.dtype, target.fingerprint(), engine.name, drafters_hash(arms)
+    )
+    buckets = () if engine.widths is None else engine.widths
+    grid = cost_grid([describe(*arm) for arm in arms.items()], contexts, batches, buckets)
+    if path is not None:
+        found, reasons = current_costs(path, key)
+        if found is not None and not missing(found, grid):
+            return found
+        for reason in reasons or ["it does not cover what may be drafted"]:
+            say(f"costs are measured anew: {reason}")
+        check_writable(path)
+    start = time.perf_counter()
+    calibration = Calibration(engine, arms)
+    heads = {name: arm for name, arm in arms.items() if isinstance(arm, HeadProposer)}
+    own = {name: head.options for name, head in heads.items()}
+    try:
+        with torch.inference_mode():
+            table = calibrate_costs(
+                key, grid, calibration.verify, calibration.draft, budget_seconds, calibration.rest
+            )
+            absorbing = {
+                (name, positions): calibration.absorb(name, positions)
+                for name in drafting_arms(grid)
+                for positions in ABSORBED
+                if positions <= max(ABSORBED[0], *contexts)
+            }
+        table = replace(table, absorb_points=absorbing)
+    finally:
+        for name, head in heads.items():
+            head.options = own[name]
+    if path is not None:
+        table.save(path)
+    where = "not saved" if path is None else f"saved as {costs_path(path)}"
+    say(f"costs measured in {time.perf_counter() - start:.0f} s, {where}")
+    for line in table.lines():
+        say(line)
+    return table
+
+
+def drafters_hash(arms: Mapping[str, Proposer]) -> str:
+    """What tells the costs of two sets of arms apart: their kinds, and the shapes of networks.
+
+    Args:
+        arms: proposers by name.
+    """
+    parts = []
+    for name, arm in sorted(arms.items()):
+        networks: list[nn.Module] = []
+        if isinstance(arm, HeadProposer):
+            networks = [arm.drafter]
+        elif isinstance(arm, DraftModelProposer):
+            networks = [arm.draft.model]
+        shapes = [
+            (key, tuple(value.shape), str(value.dtype))
+            for network in networks
+            for key, value in network.named_parameters()
+        ]
+        parts.append((name, type(arm).__name__, shapes))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def acceptance_hashes(arms: Mapping[str, Proposer]) -> dict[str, str]:
+    """By arm, what tells drafts apart that are not accepted alike: of a head its weights (the first
+    values of each, in bfloat16, as in `drafters.fingerprint`) and how it draws, of copies how they
+    are looked up.
+
+    Args:
+        arms: proposers by name.
+    """
+    found = {}
+    for name, arm in arms.items():
+        parts: list[Any] = [type(arm).__name__]
+        if isinstance(arm, HeadProposer):
+            options = arm.options
+            parts += [arm.draws, options.sharpness, options.draft_temperature]
+            for key, value in arm.drafter.named_parameters():
+                sample = value.detach().flatten()[:64].to(torch.bfloat16).view(torch.int16)
+                parts += [key, tuple(value.shape), sample.tolist()]
+        elif isinstance(arm, DraftModelProposer):
+            parts.append(arm.draft.fingerprint())
+        elif isinstance(arm, NgramProposer):
+            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch, arm.unless]
+        elif isinstance(arm, SuffixProposer):
+            parts += [arm.max_match, arm.factor, arm.offset, arm.min_probability, arm.own_weight]
+        found[name] = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return found
+
+
+def drafting_arms(grid: CostGrid) -> list[str]:
+    """Arms that take in what is committed; those that copy text do not."""
+    return sorted({name for name, _, _ in grid.drafts})
+
+
+def missing(table: CostTable, grid: CostGrid) -> bool:
+    """Whether a table lacks something of a grid."""
+    points = {(n, p, b) for n in grid.widths for p in grid.contexts for b in grid.batches}
+    drafts = {(*draft, b) for draft in grid.drafts for b in grid.batches}
+    known = points <= table.verify_points.keys() and drafts <= table.draft_points.keys()
+    absorbing = {name for name, _ in table.absorb_points}
+    as_run = table.buckets[: len(grid.buckets)] if grid.buckets else table.buckets
+    return not (known and as_run == grid.buckets and absorbing >= set(drafting_arms(grid)))
+
+
+class AutoProposer(AdaptiveProposer):
+    """Lets a cost table and the acceptance so far decide how much to draft, and with what.
+
+    Args:
+        arms: proposers by name; heads whose confidence output was calibrated are cut by it.
+        costs: of the engine that will decode.
+        priors: by arm, what is known beforehand of its acceptance.
+        memory: where what is learnt is kept from run to run; reading it is the caller's.
+
+    Attributes:
+        predicted: of all rounds so far, in which sequences of a batch share the seconds.
+    """
+
+    def __init__(
+        self,
+        arms: Mapping[str, Proposer],
+        costs: CostTable,
+        priors: Mapping[str, Prior] | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        confident = [name for name, arm in arms.items() if _is_confident(arm)]
+        new = controllers(costs, priors, cut_arms=confident)
+        new_batch = batch_controllers(costs, priors, cut_arms=confident)
+        super().__init__(arms, new, costs, confident, new_batch)
+        self.costs, self.priors, self.memory = costs, dict(priors or {}), memory
+        self.predicted = Predicted()
+
+    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
+        """As decided; what is expected of the round is added up."""
+        made, absorbed = self.made.copy(), self.absorbed
+        tokens, seconds = self.expected_tokens, self.expected_seconds
+        trees = super().propose(states)
+        lengths = [len(state.tokens) for state in states if state is not None]
+        rows, tokens = len(lengths), self.expected_tokens - tokens
+        plain = plain_step(self.costs, sum(lengths) / rows, rows)
+        self.predicted += Predicted(
+            sum(
+                count - made[what]
+                for what, count in self.made.items()
+                if what[0] is not None and not self.arms[what[0]].copies
+            ),
+            tokens,
+            (self.expected_seconds - seconds) / rows + self.absorbed - absorbed,
+            tokens / rows * plain.seconds,
+        )
+        return trees
+
+    def keep(self, say: Callable[[str], None]) -> None:
+        """Leave what was learnt to the next run. At the end of one: nothing reads it before.
+
+        Args:
+            say: called with a line if that cannot be done.
+        """
+        if self.memory is None or not self.memory.law.teaches or not self.estimates:
+            return
+        learnt = {name: one.counts() for name, one in self.estimates.items()}
+        self.memory.write(learnt, say)
+
+    def fresh(self) -> AutoProposer:
+        """One with the same arms that has decoded nothing yet."""
+        return AutoProposer(self.proposers, self.costs, self.priors, self.memory)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost table and the acceptance so far say of some rounds.
+
+    Attributes:
+        drafted: sequences whose drafts a network made.
+        tokens: of all sequences.
+        seconds: of the rounds.
+        plain_seconds: of plain decoding for as many tokens.
+    """
+
+    drafted: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def __add__(self, more: Predicted) -> Predicted:
+        """Of both."""
+        return Predicted(
+            *(own + new for own, new in zip(astuple(self), astuple(more), strict=True))
+        )
+
+    def __sub__(self, less: Predicted) -> Predicted:
+        """Of the rounds in between."""
+        return Predicted(
+            *(own - old for own, old in zip(astuple(self), astuple(less), strict=True))
+        )
+
+
+def _is_confident(proposer: Proposer) -> bool:
+    if not isinstance(proposer, HeadProposer):
+        return False
+    config = proposer.drafter.config
+    return proposer.drafter.confidence is not None and config.confidence_temperatures is not None

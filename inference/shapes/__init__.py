@@ -1,0 +1,1 @@
+"""Tree shapes without tokens, and fitting the best one to a head and a cost table."""

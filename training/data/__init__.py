@@ -1,0 +1,1 @@
+"""From rows to packed batches: sources, conversations, masks, packing, order."""

@@ -1,0 +1,1 @@
+"""The sections of a run's YAML; `training.config` reads them."""
