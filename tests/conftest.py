@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the hub's client is imported
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from scripts.fetch_target import is_fetched, target_folder
 
@@ -47,3 +49,11 @@ def smollm2() -> Path:
     if not is_fetched("smollm2-135m"):
         pytest.skip("no real target: python -m scripts.fetch_target smollm2-135m")
     return target_folder("smollm2-135m")
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its state in singletons: forget it after a test that trains."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from drafters import TargetModel, build_drafter
@@ -359,13 +358,6 @@ def test_what_fails_without_data_stops_no_run(
     problem = ValueError("drafter.x is wrong")
     with pytest.raises(ValueError, match="x is wrong"):
         check_memory(configured(*flags), torch.device("cpu"))
-
-
-@pytest.fixture
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def written(folder: Path) -> int:

@@ -2,24 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from recipes.train import main, tracker_options
 from tests.tiny import save_tiny_target
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its state in singletons."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def train(tmp_path: Path, tracker: str) -> Path:

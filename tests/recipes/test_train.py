@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers.modeling_utils
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -28,12 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["one plus one", "tell me a joke", "who are you", "name three colors", "why", "say hi"]
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its state in singletons."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,15 @@
 """What is refused before a run: batch sizes, trackers, and options that an engine cannot serve."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 from training import processes
 from training.options.run import RunOptions
 from training.processes import data_share, make_accelerator, on_main
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its state in singletons."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def make(tmp_path: Path, lora: bool = False, parallel: str = "none", **run: Any) -> Any:
