@@ -1,8 +1,8 @@
-"""Heads on the Hugging Face hub: the way from there to a folder here, and back.
+"""Heads and targets on the Hugging Face hub: the way from there to a folder here, and back.
 
-Wherever a head is named, the name is a folder, a hub id ``user/name``, or a hub id at a branch, tag
-or commit, ``user/name@revision``. What is fetched stays in the hub's cache, also for a machine that
-is offline later.
+Wherever a head or a target is named, the name is a folder, a hub id ``user/name``, or a hub id at a
+branch, tag or commit, ``user/name@revision``. What is fetched stays in the hub's cache, also for a
+machine that is offline later.
 """
 
 import re
@@ -23,13 +23,24 @@ _RECORDS = ("config.json", "export.json", "golden.logits", "*.index.json")
 _SAFE = (*_RECORDS, "*.safetensors")
 _PICKLED = (*_RECORDS, "*.bin", "*.pt")
 _NOT_A_HEAD = ("*/*", "optimizer*", "scheduler*", "rng_state*", "training_args*")
-_OURS = (".safetensors", ".logits", ".json", ".bin", ".pt")
+_NOT_A_TARGET = ("*/*", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot")
+_HEAD = ((_SAFE, _NOT_A_HEAD), (_PICKLED, _NOT_A_HEAD))
+_TARGET = ((("*",), (*_NOT_A_TARGET, "*.bin")), (("*",), _NOT_A_TARGET))
+"""Patterns of names to fetch and to leave, first without pickles, then, where that gives no
+tensors, with them."""
+_OURS = (".safetensors", ".logits", ".json", ".bin", ".pt", "HEADWAY.md")
 """Endings of files that a new export makes stale; others of a repository are left alone."""
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form ``user/name``; a folder may have it too."""
     return HUB_ID.fullmatch(name) is not None
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """``user/name@revision`` in two; other names as they are, and None."""
+    found, _, revision = name.partition("@")
+    return (found, revision) if revision and is_hub_id(found) else (name, None)
 
 
 def head_folder(name: str | Path) -> Path:
@@ -44,25 +55,32 @@ def head_folder(name: str | Path) -> Path:
     Raises:
         ValueError: no such folder, and the hub does not give it; the message says what to check.
     """
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    found, _, revision = str(name).partition("@")
+    if Path(name).is_dir():
+        return Path(name)
+    found, revision = split_revision(str(name))
     if not is_hub_id(found):
         raise ValueError(
             f"head {name}: no such folder, and no hub id either (user/name or user/name@revision)"
         )
-    try:
-        folder = _fetch(found, revision or None, _SAFE)
-        if not any(folder.glob("*.safetensors")):
-            folder = _fetch(found, revision or None, _PICKLED)
-    except Exception as error:  # the hub's client has no common base for its own
-        raise ValueError(
-            f"head {name}: no such folder here, and the hub does not give it ({_said(error)}). "
-            "Check the name and the revision; a private or gated head needs HF_TOKEN or "
-            "`hf auth login`"
-        ) from error
-    return folder
+    return _fetch(f"head {name}", found, revision, _HEAD)
+
+
+def target_place(name: str) -> str:
+    """What transformers can load a target from: the name itself, or, as transformers has no names
+    with a revision in them, the folder of that revision, fetched from the hub.
+
+    Everything at the top level is fetched but for weights in formats that are not loaded.
+
+    Args:
+        name: a folder, ``user/name``, or ``user/name@revision``.
+
+    Raises:
+        ValueError: the hub does not give the revision; the message says what to check.
+    """
+    found, revision = split_revision(name)
+    if Path(name).is_dir() or revision is None:
+        return name
+    return str(_fetch(f"target {name}", found, revision, _TARGET))
 
 
 def check_can_push(repo: str, private: bool) -> None:
@@ -144,15 +162,34 @@ def push_folder(folder: Path, repo: str, private: bool, message: str) -> str:
     return commit.commit_url
 
 
-def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    return Path(
-        snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_NOT_A_HEAD),
-        )
-    )
+def _fetch(
+    what: str, repo: str, revision: str | None, tries: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> Path:
+    """The folder of a repository's files, of the first of ``tries`` that gives safetensors, or the
+    last.
+
+    Raises:
+        ValueError: the hub does not give it.
+    """
+    try:
+        for wanted, left in tries:
+            folder = Path(
+                snapshot_download(
+                    repo,
+                    revision=revision,
+                    allow_patterns=list(wanted),
+                    ignore_patterns=list(left),
+                )
+            )
+            if any(folder.glob("*.safetensors")):
+                break
+        return folder
+    except Exception as error:  # the hub's client has no common base for its own
+        raise ValueError(
+            f"{what}: no such folder here, and the hub does not give it ({_said(error)}). "
+            "Check the name and the revision; what is private or gated needs HF_TOKEN or "
+            "`hf auth login`"
+        ) from error
 
 
 def _said(error: Exception) -> str:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from drafters.fingerprint import fingerprint
+from drafters.hub import target_place
 from drafters.layers import rms_scale
 from drafters.partial import only_layers
 from drafters.placement import DeviceMap, gathered, layer_list, load_pretrained, whole
@@ -89,7 +90,7 @@ class TargetModel:
         """Load a target and its tokenizer from a hub id or a local folder.
 
         Args:
-            name: hub id or folder.
+            name: hub id, also at a revision (``user/name@revision``), or folder.
             dtype: dtype of the weights.
             device: where to put them, if nothing else says so.
             attn_implementation: "sdpa" or "eager"; kernels without arbitrary masks cannot verify
@@ -105,7 +106,13 @@ class TargetModel:
                 check.
         """
         model, tokenizer = load_pretrained(
-            name, dtype, torch.device(device), attn_implementation, device_map, parallel, reserve_gb
+            target_place(name),
+            dtype,
+            torch.device(device),
+            attn_implementation,
+            device_map,
+            parallel,
+            reserve_gb,
         )
         target = cls(model, tokenizer, name)
         if parallel == "tensor":

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from drafters.hub import split_revision
 from training.answers.conversations import prompt_messages
 from training.config import TrainConfig
 from training.data.batches import PackedDataset
@@ -94,7 +95,8 @@ def _is_local(name: str) -> bool:
 
 def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.target.name)
+        place, revision = split_revision(config.target.name)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or "main")
     except Exception:  # a folder of config.json alone, no network, ...
         return None
     if config.data.chat_template is not None:

@@ -19,6 +19,7 @@ from drafters import Drafter, TargetModel
 from drafters.config import DrafterConfig
 from drafters.export import head_config
 from drafters.families import DFlashConfig
+from drafters.hub import split_revision
 from drafters.loading import FAMILIES, build_config
 from drafters.placement import layer_list
 from recipes.heads import NATIVE
@@ -97,7 +98,8 @@ def read_model_config(name: str) -> PreTrainedConfig:
         ValueError: there is none.
     """
     try:
-        config = AutoConfig.from_pretrained(name)
+        place, revision = split_revision(name)
+        config = AutoConfig.from_pretrained(place, revision=revision or "main")
     except Exception as error:  # OSError, ValueError, KeyError, HTTP errors
         raise ValueError(f"target.name: no config.json of {name!r} can be read: {error}") from error
     config.__dict__.pop("quantization_config", None)  # counted in target.dtype

@@ -10,6 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from drafters import Drafter, TargetModel
+from drafters.hub import split_revision
 from recipes.dryrun import full_batch, planned_head, prepared_objective, step_input
 from training.config import TrainConfig
 from training.data.batches import PackedDataset
@@ -23,7 +24,10 @@ def has_weights(name: str) -> bool:
     """Whether a target's weights are on this machine; nothing is downloaded to find out."""
     if Path(name).is_dir():
         return any((Path(name) / file).is_file() for file in INDEX)
-    return any(isinstance(try_to_load_from_cache(name, file), str) for file in INDEX)
+    place, revision = split_revision(name)
+    return any(
+        isinstance(try_to_load_from_cache(place, file, revision=revision), str) for file in INDEX
+    )
 
 
 def time_step(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Stat
 from transformers.generation import BaseStreamer, GenerationConfig
 
 from drafters import TargetModel
+from drafters.hub import split_revision
 from inference.measuring.compare import clean_generation_config
 from scripts.benchmark_contenders import LENGTH, MATCH, Contender
 from scripts.benchmark_protocol import Answer
@@ -114,14 +115,18 @@ def first_layers(name: str, count: int, target: TargetModel) -> TargetModel:
         count: layers, fewer than the target has.
         target: the model.
     """
-    config = AutoConfig.from_pretrained(name)
+    place, revision = split_revision(name)
+    version = {"revision": revision or "main"}
+    config = AutoConfig.from_pretrained(place, **version)
     text = config.get_text_config()
     text.num_hidden_layers = count
     if (types := getattr(text, "layer_types", None)) is not None:
         text.layer_types = types[:count]
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the other layers are left out on purpose
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=target.dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        place, config=config, dtype=target.dtype, **version
+    )
     transformers.logging.set_verbosity(verbosity)
     return TargetModel(model.to(target.device), target.tokenizer)
 

@@ -30,7 +30,11 @@ from training.data.chat import encode_prompt
 from training.data.sources import load_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--target": {"required": True, "metavar": "NAME", "help": "target model: folder or hub id"},
+    "--target": {
+        "required": True,
+        "metavar": "NAME",
+        "help": "target model: folder or hub id (user/name[@revision])",
+    },
     "--head": {"required": True, "metavar": "NAME", "help": "trained head: folder or hub id"},
     "--prompts": {
         "required": True,

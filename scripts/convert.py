@@ -1,6 +1,6 @@
 """Turn a head of one dialect into one of another.
 
-    python -m scripts.convert DeepSpec-head --to speculators --target Qwen/Qwen3-4B --out converted
+    python -m scripts.convert HEAD --to speculators-dspark --target Qwen/Qwen3-4B --out converted
 
 --from is told from the folder where it is left out. A head is read strictly, so that a damaged or
 foreign one is refused and not carried on, and what is written is read back. What the new dialect
@@ -50,7 +50,7 @@ def take(args: argparse.Namespace, name: str, with_embeddings: bool) -> None:
     else:
         head = read_as(args.source, args.head, target, target.dtype)
     facts = CardFacts(place=args.out)
-    report(*write(args.head, head, name, args.out, with_embeddings, facts))
+    report(write(args.head, head, name, args.out, with_embeddings, facts))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@
 The second line writes nothing: it reads a folder as strictly as no engine does, and fails on
 unknown, missing, mis-shaped, never-trained or non-finite tensors and on a contradicting config.
 --to says as what; left out, it is told from the folder. Every export travels with
-`golden.logits`, logits that tell later whether a loaded head is still the same, and with a
-model card, `README.md`: serving lines for each engine, the training data, and of --runs (folders of
-`scripts.evaluate --out`) the acceptance table with its commands. An export already at --out is
-replaced once the new one is whole; any other folder there is refused.
+`golden.logits`, logits that tell later whether a loaded head is still the same, and with a model
+card, `README.md` (`HEADWAY.md` in the folder of a whole target, whose own card stays): serving
+lines for each engine, the training data, and of --runs (folders of `scripts.evaluate --out`) the
+acceptance table with its commands. An export already at --out is replaced once the new one is
+whole; any other folder there is refused.
 
     python -m scripts.export outputs/eagle3/head --to sglang --target Qwen/Qwen3-4B \\
         --out exports/eagle3 --push-to-hub me/qwen3-4b-eagle3 --private
@@ -32,17 +33,16 @@ from drafters.export import (
     check_golden,
     dialect_named,
     format_of,
-    golden_difference,
     read_as,
     read_head,
     write_as,
 )
-from drafters.export.card import CARD, base_model_of
+from drafters.export.card import base_model_of
 from drafters.export.engines import engine_problems
 from drafters.export.folder import CONFIG, ExportError, read_json
 from drafters.export.golden import GOLDEN
 from drafters.export.stitched.mtp_forms import STITCHED
-from drafters.hub import check_can_push, head_folder, is_hub_id, push_folder
+from drafters.hub import check_can_push, head_folder, is_hub_id, push_folder, split_revision
 from scripts.card_facts import results, training_record, training_text
 from scripts.common import add_options, load_target, parser_for, print_json, run
 from training.provenance import provenance
@@ -98,9 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     base = base_model(args, head)
     place = args.push_to_hub or args.out
     facts = CardFacts(base_model=base, place=place, results=results(args.runs, head))
-    export, difference = write(args.head, head, args.to, args.out, args.with_embeddings, facts)
-    pushed = push(args, export, difference) if args.push_to_hub else None
-    report(export, difference, pushed)
+    export = write(args.head, head, args.to, args.out, args.with_embeddings, facts)
+    report(export, push(args, export) if args.push_to_hub else None)
 
 
 def base_model(args: argparse.Namespace, head: Drafter) -> str | None:
@@ -109,7 +108,8 @@ def base_model(args: argparse.Namespace, head: Drafter) -> str | None:
     Raises:
         ValueError: no hub id, or none is known and the head is to be pushed.
     """
-    loaded = args.target if is_hub_id(args.target) and not Path(args.target).is_dir() else None
+    name, _ = split_revision(args.target)
+    loaded = name if is_hub_id(name) and not Path(args.target).is_dir() else None
     base = args.base_model or base_model_of(head) or loaded
     if args.base_model and not is_hub_id(args.base_model):
         raise ValueError(f"--base-model {args.base_model}: that is no hub id (user/name)")
@@ -123,8 +123,8 @@ def base_model(args: argparse.Namespace, head: Drafter) -> str | None:
 
 def write(
     name: str, head: Drafter, to: str, out: str, with_embeddings: bool, facts: CardFacts
-) -> tuple[Export, float]:
-    """Write a head with what its folder records of its training, and read it back.
+) -> Export:
+    """Write a head with what its folder records of its training.
 
     Args:
         name: of the head: folder or hub id.
@@ -133,9 +133,6 @@ def write(
         out: the folder.
         with_embeddings: see `drafters.export.writing.write_folder`.
         facts: for the card, all but the training.
-
-    Returns:
-        What was written, and the difference of the logits of the head read back.
     """
     source = head_folder(name)
     if Path(out).resolve() == source.resolve():
@@ -143,40 +140,36 @@ def write(
     training = training_record(source)
     facts = replace(facts, training=training_text(training))
     record = provenance() | ({"training": training} if training else {})
-    export = write_as(to, head, out, with_embeddings, record, facts)
-    again = read_as(to, out, head.target, head.target.dtype)
-    return export, golden_difference(head, again)
+    return write_as(to, head, out, with_embeddings, record, facts)
 
 
-def push(args: argparse.Namespace, export: Export, difference: float) -> str:
+def push(args: argparse.Namespace, export: Export) -> str:
     """Push what was written; the address of the commit.
 
     Raises:
         ValueError: the head read back is another, or the hub refuses.
     """
     rounds = "draft_vocab" in export.left_out  # more rows are multiplied then
-    if not difference <= (ROUNDING if rounds else 0.0):
+    if not export.difference <= (ROUNDING if rounds else 0.0):
         raise ValueError(
             f"--push-to-hub: nothing was pushed: logits of the head read back from {export.folder} "
-            f"differ by {difference:.1g}"
+            f"differ by {export.difference:.1g}"
         )
     message = f"{export.format} export by Headway"
     return push_folder(export.folder, args.push_to_hub, args.private, message)
 
 
-def report(export: Export, difference: float, pushed: str | None = None) -> None:
+def report(export: Export, pushed: str | None = None) -> None:
     """Print what was written, for people, and as the last line.
 
     Args:
         export: that was written.
-        difference: of the logits of the head read back.
         pushed: where to.
     """
     print(f"wrote {export.folder}: {export.num_tensors} tensors, {export.bytes / 1e6:.1f} MB")
     served = ", ".join(export.served) or "no engine as it is"
-    print(f"for {served}; read back: logits differ by {difference:.1g}")
-    if export.format not in STITCHED:
-        print(f"how to serve it: {export.folder / CARD}")
+    print(f"for {served}; read back: logits differ by {export.difference:.1g}")
+    print(f"how to serve it: {export.folder / export.card}")
     if export.left_out:
         print(f"left out, this dialect has no place for it: {', '.join(export.left_out)}")
     for note in export.notes:
@@ -190,7 +183,7 @@ def report(export: Export, difference: float, pushed: str | None = None) -> None
             "path": str(export.folder),
             "num_tensors": export.num_tensors,
             "bytes": export.bytes,
-            "logits_equal": difference == 0.0,
+            "logits_equal": export.difference == 0.0,
             "left_out": export.left_out,
             "notes": export.notes,
             "pushed": pushed,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from drafters.hub import split_revision
 from scripts.common import add_options, check_chat_template, parser_for, print_json, run
 from scripts.inspect_options import Inspection, inspection
 from scripts.mask_drawing import FAMILY_RULES, View, draw_mask
@@ -101,7 +102,8 @@ def load_tokenizer(name: str, chat_template: Path | None) -> PreTrainedTokenizer
         OSError: the template cannot be read.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        place, revision = split_revision(name)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or "main")
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
         raise ValueError(f"target {name!r}: cannot load its tokenizer: {error}") from error
     if chat_template is not None:

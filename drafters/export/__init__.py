@@ -89,8 +89,8 @@ def write_as(
     """
     if with_embeddings and name in (NATIVE, *STITCHED):
         raise ExportError("with_embeddings has no effect: in this format heads borrow the target's")
-    if name in STITCHED:  # the model card there is the target's own
-        return stitch(drafter, folder, STITCHED[name], provenance)
+    if name in STITCHED:
+        return stitch(drafter, folder, STITCHED[name], provenance, facts)
     if name != NATIVE:
         return writing.write_folder(
             drafter, folder, dialect_named(name), with_embeddings, provenance, facts

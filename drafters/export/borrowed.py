@@ -34,8 +34,10 @@ def whole_vocabulary(head: Drafter) -> Drafter:
     return whole.attach(head.target, allow_other_target=True).eval()
 
 
-def output_refusals(head: Drafter) -> list[str]:
-    """Why a copy of the target's output matrix does not stand for it."""
+def copy_refusals(head: Drafter) -> list[str]:
+    """Why a copy of the target's output matrix in a file does not stand for it: a scale of the
+    logits is put into the copy, a bias has no place.
+    """
     if head.target.lm_head.bias is None:
         return []
     return [

@@ -95,6 +95,8 @@ class Dialect(ABC):
             ``drafters.export.tensors`` knows.
         embeddings: whether files hold a copy of the target's embedding: "never", "optional" (left
             out unless asked for) or "always".
+        target_sizes: of config.json, the keys that must have a value of the target's, each with the
+            attribute of ``TargetModel`` that has it.
         parsed_keys: of config.json, that transformers must keep when it parses one; with any the
             base of RoPE must stay, too.
         unknown_to_transformers: whether ``AutoConfig`` need not know the config's model_type.
@@ -106,6 +108,7 @@ class Dialect(ABC):
     keys: ClassVar[tuple[KeySpec, ...]] = ()
     weights: ClassVar[str] = "model.safetensors"
     embeddings: ClassVar[str] = "never"
+    target_sizes: ClassVar[Mapping[str, str]] = {}
     parsed_keys: ClassVar[tuple[str, ...]] = ()
     unknown_to_transformers: ClassVar[bool] = False
 
@@ -204,7 +207,7 @@ class Dialect(ABC):
 
     def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
         """Where a config does not fit the target it is to be served with."""
-        return []
+        return size_problems(config, target, self.target_sizes)
 
     def borrowed_problems(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel
@@ -296,6 +299,23 @@ def key_problems(spec: KeySpec, config: Mapping[str, Any]) -> list[str]:
     if spec.positive and isinstance(value, int | float) and value <= 0:
         return [f"{spec.name} must be positive, got {value}"]
     return []
+
+
+def size_problems(
+    config: Mapping[str, Any], target: TargetModel, sizes: Mapping[str, str]
+) -> list[str]:
+    """Keys that have another value than the target.
+
+    Args:
+        config: of a folder, or the part of it that has the keys.
+        target: it is to be served with.
+        sizes: keys, each with the attribute of ``TargetModel`` that it must equal.
+    """
+    return [
+        f"{key} is {config[key]} but the target has {value}"
+        for key, name in sizes.items()
+        if config[key] != (value := getattr(target, name))
+    ]
 
 
 def tensor_problems(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What dialects have in common: layer ids, RoPE, layers of Llama's shape, vocabulary maps.
+"""What dialects have in common: keys, layer ids, RoPE, layers of Llama's shape, vocabulary maps.
 
 Legend: H draft hidden, Ht target hidden, V target vocabulary, Vd draft vocabulary, A query width, K
 key/value width, I intermediate size.
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.block import choose_mask_token
-from drafters.export.dialect import TensorSpec
+from drafters.export.dialect import KeySpec, TensorSpec
+from drafters.hub import split_revision
 from drafters.peagle import PEagleDrafter
 from drafters.rope import extension_problems
 from drafters.target import TargetModel
@@ -28,6 +29,39 @@ LAYER_FIELDS = (
     "rms_norm_eps",
 )
 """Of config.json and of `DecoderConfig`, under the same names."""
+SIZES = (
+    *(name for name in LAYER_FIELDS if name != "rms_norm_eps"),
+    "max_position_embeddings",
+    "vocab_size",
+)
+DECODER_KEYS = (
+    *(KeySpec(name, int, positive=True) for name in SIZES),
+    KeySpec("rms_norm_eps", float),
+    KeySpec("rope_theta", float),
+    KeySpec("rope_parameters", dict),
+    KeySpec("rope_scaling", (dict, type(None))),
+)
+"""Of every config with decoder layers."""
+LAYER_KEYS = (
+    *DECODER_KEYS,
+    KeySpec("hidden_act", str, "silu"),
+    KeySpec("attention_bias", bool, False),
+)
+"""And of those that name the kind of layer."""
+FILE_KEYS = (
+    *LAYER_KEYS,
+    KeySpec("tie_word_embeddings", bool, False),
+    KeySpec("torch_dtype", str),
+)
+"""And of those that are a whole config.json."""
+PARSED_KEYS = (*SIZES, "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings")
+"""Of a whole config.json, what transformers must keep when it parses one."""
+TARGET_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "max_position_embeddings": "max_length",
+}
+"""``Dialect.target_sizes`` of heads as wide as their target."""
 
 
 # Layer ids ----------------------------------------------------------------------------------------
@@ -78,6 +112,13 @@ def _extension(rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     left_out = ("rope_theta", "type", "rope_type")
     return {"rope_type": kind, **{key: rope[key] for key in rope if key not in left_out}}
+
+
+def public_name(head: Drafter) -> str:
+    """The head's target by the name that other programs load it by: these take a revision of the
+    hub apart from the name.
+    """
+    return split_revision(head.config.target_name or head.target.name)[0]
 
 
 def special_tokens(target: TargetModel) -> dict[str, Any]:
@@ -140,26 +181,6 @@ def rope_problems(config: Mapping[str, Any], extended: bool = False) -> list[str
     return problems
 
 
-def size_problems(config: Mapping[str, Any], target: TargetModel, hidden: str) -> list[str]:
-    """Where a config does not fit the target it is to be served with.
-
-    Args:
-        config: with ``vocab_size`` and ``max_position_embeddings``.
-        target: to compare with.
-        hidden: the key of the target's hidden size.
-    """
-    wanted = {
-        "vocab_size": target.vocab_size,
-        hidden: target.hidden_size,
-        "max_position_embeddings": target.max_length,
-    }
-    return [
-        f"{key} is {config[key]} but the target has {value}"
-        for key, value in wanted.items()
-        if config[key] != value
-    ]
-
-
 # Heads that cannot be written ---------------------------------------------------------------------
 
 
@@ -192,9 +213,9 @@ def target_refusals(head: Drafter) -> list[str]:
     ]
 
 
-def output_refusals(head: Drafter) -> list[str]:
+def logit_refusals(head: Drafter) -> list[str]:
     """What the target does to its logits that engines do not do for a head that borrows its output
-    matrix.
+    matrix; of heads with copies of it in their files see ``borrowed.copy_refusals``.
     """
     target = head.target
     capped = getattr(target.config, "final_logit_softcapping", None)

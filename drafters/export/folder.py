@@ -38,6 +38,9 @@ class Export:
         served: engines the dialect is for.
         num_tensors: in model.safetensors.
         bytes: of all files together.
+        difference: between golden logits of the head that was given and of the one read back, for
+            the tokens that both can propose.
+        card: name of the file that says how to serve it.
         left_out: tensors of the head that the dialect has no place for.
         notes: what the user should know before serving.
     """
@@ -47,6 +50,8 @@ class Export:
     served: tuple[str, ...]
     num_tensors: int
     bytes: int
+    difference: float
+    card: str
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

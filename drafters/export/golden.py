@@ -31,6 +31,8 @@ UNFELT = {
     "another head",
 }
 """What golden logits do not depend on, and what is wrong where it differs."""
+COUNTED = {"features": "captured layers", "token_ids": "drafts"}
+"""What the shapes of the inputs depend on."""
 PREFIX = 6  # T
 STEPS = 3  # S, where the head itself has no number of drafts
 TOLERANCE = 1e-4
@@ -86,6 +88,17 @@ def golden_difference(head: Drafter, again: Drafter) -> float:
     return (found - wanted).abs().max().item()
 
 
+def check_same_logits(head: Drafter, again: Drafter) -> None:
+    """Golden logits of a head that was written and of the one read back, bit for bit.
+
+    Raises:
+        ExportError: they differ.
+    """
+    inputs = golden_inputs(head)
+    if not torch.equal(golden_logits(head, inputs), golden_logits(again, inputs)):
+        raise ExportError("the head read back gives other logits than the head written")
+
+
 def write_golden(drafter: Drafter, folder: Path) -> None:
     """Write inputs, logits, and what these do not depend on, to ``folder/golden.logits``."""
     inputs = golden_inputs(drafter)
@@ -114,7 +127,10 @@ def check_golden(drafter: Drafter, folder: str | Path, tolerance: float | None =
     expected = golden_inputs(drafter)
     for name, value in expected.items():
         if name not in golden or golden[name].shape != value.shape:
-            raise ExportError(f"{path}: {name} does not fit this head; it belongs to another one")
+            raise ExportError(
+                f"{path}: {name} does not fit this head, which has another number of "
+                f"{COUNTED[name]} than the one that was written"
+            )
     for name, value in _unfelt(drafter).items():
         if not torch.equal(golden.get(name, value), value):
             raise ExportError(f"{path}: {UNFELT[name]}")

@@ -1,6 +1,5 @@
-"""The tensors of a head's folder, whoever wrote it: safetensors, or a pickle that runs no code."""
+"""The tensors of a head's folder, whoever wrote it: safetensors, or pickles that run no code."""
 
-import json
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -9,12 +8,14 @@ import torch
 from torch import Tensor
 
 from drafters.export.dialect import DTYPES
-from drafters.export.folder import WEIGHTS, ExportError, read_tensors
+from drafters.export.folder import WEIGHTS, ExportError, read_json, read_tensors
 
-INDEX = f"{WEIGHTS}.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+INDEX, PICKLED_INDEX = f"{WEIGHTS}.index.json", f"{PICKLED_WEIGHTS}.index.json"
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors", "speculator.safetensors")
 MASK = "mask_embedding.pt"
-PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "speculator.pt")
+PICKLED = (PICKLED_WEIGHTS, "medusa_lm_head.pt", "hydra_lm_head.pt", "speculator.pt")
+PICKLE_ENDINGS = (".bin", ".pt")
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
@@ -24,24 +25,23 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
         folder: of a head, ours or another trainer's.
 
     Raises:
-        ExportError: none there, damaged, a pickle that holds anything but tensors, or a file
-            beside them that changes what the head computes.
+        ExportError: none there, damaged, a pickle that holds anything but tensors, an index that
+            contradicts its shards, or a file beside them that changes what the head computes.
     """
     if (folder / MASK).is_file():
         raise ExportError(
             f"{folder}: {MASK}: heads with an embedding of their own for the mask token are not "
             "supported"
         )
-    if (folder / INDEX).is_file():
-        return _sharded(folder)
-    for name in SAFE:
-        if (folder / name).is_file():
-            return read_tensors(folder / name)
-    for name in PICKLED:
-        if (folder / name).is_file():
-            return pickled_tensors(folder / name)
+    for index, names in ((INDEX, SAFE), (PICKLED_INDEX, PICKLED)):
+        if (folder / index).is_file():
+            return _sharded(folder, index)
+        for name in names:
+            if (folder / name).is_file():
+                return file_tensors(folder / name)
     raise ExportError(
-        f"{folder}: no tensors in it: one of {', '.join((*SAFE, INDEX, *PICKLED))} is needed"
+        f"{folder}: no tensors in it: one of "
+        f"{', '.join((*SAFE, INDEX, *PICKLED, PICKLED_INDEX))} is needed"
     )
 
 
@@ -76,7 +76,7 @@ def file_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ExportError: missing or damaged.
     """
-    return pickled_tensors(path) if path.suffix in (".pt", ".bin") else read_tensors(path)
+    return pickled_tensors(path) if path.suffix in PICKLE_ENDINGS else read_tensors(path)
 
 
 def pickled_tensors(path: Path) -> dict[str, Tensor]:
@@ -102,15 +102,55 @@ def pickled_tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _sharded(folder: Path) -> dict[str, Tensor]:
-    """Shards, as their index has them."""
-    try:
-        where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ExportError(f"{folder / INDEX}: cannot read it: {error!r}") from error
+def _sharded(folder: Path, index: str) -> dict[str, Tensor]:
+    """Tensors of all shards, which are those that the index puts into each, and no others.
+
+    Raises:
+        ExportError: the index is damaged, names files elsewhere or of another kind, or contradicts
+            its shards or a whole file beside it.
+    """
+    places = _weight_map(folder, index)
+    whole = index.removesuffix(".index.json")
+    if (folder / whole).is_file() and whole not in places.values():
+        raise ExportError(
+            f"{folder}: both {whole} and {index}, which does not name it: programs differ in which "
+            "of them they read; remove the one that does not belong to the head"
+        )
     found: dict[str, Tensor] = {}
-    for shard in sorted(set(where.values())):
-        found |= read_tensors(folder / shard)
-    if missing := sorted(set(where) - set(found)):
-        raise ExportError(f"{folder}: {missing[0]} is in the index and in no shard: half a copy?")
+    problems = []
+    for shard in sorted(set(places.values())):
+        held = file_tensors(folder / shard)
+        listed = {name for name, place in places.items() if place == shard}
+        problems += [
+            f"{name} is in the index and not in {shard}: half a copy?"
+            for name in sorted(listed - set(held))
+        ]
+        problems += [
+            f"{shard} also holds {name}, which the index puts "
+            f"{'into ' + places[name] if name in places else 'nowhere'}: programs differ in "
+            "whether they read it"
+            for name in sorted(set(held) - listed)
+        ]
+        found |= {name: held[name] for name in listed & set(held)}
+    if problems:
+        raise ExportError(f"{folder / index}: {'; '.join(problems)}")
     return found
+
+
+def _weight_map(folder: Path, index: str) -> dict[str, str]:
+    """The file of every tensor.
+
+    Raises:
+        ExportError: no such map, or files outside of the folder or of another kind.
+    """
+    places = read_json(folder / index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ExportError(f"{folder / index}: no weight_map of tensors to files in it")
+    endings = PICKLE_ENDINGS if index == PICKLED_INDEX else (".safetensors",)
+    for shard in places.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(endings):
+            raise ExportError(
+                f"{folder / index}: {shard!r} is not the name of a {' or '.join(endings)} file in "
+                "this folder"
+            )
+    return places

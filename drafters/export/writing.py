@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.export.card import CardFacts, Form, write_card
+from drafters.export.card import CardFacts, CardForm, write_card
 from drafters.export.dialect import DTYPES, EMBEDDING, Dialect
 from drafters.export.folder import (
     CONFIG,
@@ -22,8 +21,9 @@ from drafters.export.folder import (
     write_json,
     write_tensors,
 )
-from drafters.export.golden import golden_inputs, golden_logits, write_golden
+from drafters.export.golden import check_same_logits, golden_difference, write_golden
 from drafters.export.reading import check_folder, read_folder
+from drafters.hub import split_revision
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ def write_folder(
         write_golden(head, temporary)
         record = manifest(head, dialect.name, tensors, left_out, provenance)
         write_json(record, temporary / MANIFEST)
-        form = Form(dialect.name, served, config, notes, left_out)
+        form = CardForm(dialect.name, served, config, notes, left_out)
         write_card(head, temporary, Path(folder).name, form, facts)
-        _read_back(head, dialect, config, temporary)
+        again = _read_back(head, dialect, config, temporary)
         size = folder_bytes(temporary)
     return Export(
         folder=Path(folder),
@@ -80,6 +80,8 @@ def write_folder(
         served=served,
         num_tensors=len(tensors),
         bytes=size,
+        difference=golden_difference(drafter, again),
+        card=form.card,
         left_out=left_out,
         notes=notes,
     )
@@ -114,16 +116,15 @@ def _refuse(drafter: Drafter, dialect: Dialect, with_embeddings: bool) -> None:
         )
 
 
-def _read_back(head: Drafter, dialect: Dialect, config: dict[str, Any], folder: Path) -> None:
+def _read_back(head: Drafter, dialect: Dialect, config: dict[str, Any], folder: Path) -> Drafter:
     """Everything that is written must come back: keys, tensors, and the very same logits."""
     found = read_json(folder / CONFIG)
     if differing := sorted(k for k in {*config, *found} if config.get(k) != found.get(k)):
         raise ExportError(f"config.json reads back differently: {', '.join(differing)}")
     check_folder(folder, head.target, dialect)
     again = read_folder(folder, head.target, dialect)
-    inputs = golden_inputs(head)
-    if not torch.equal(golden_logits(head, inputs), golden_logits(again, inputs)):
-        raise ExportError("the head read back gives other logits than the head written")
+    check_same_logits(head, again)
+    return again
 
 
 def manifest(
@@ -161,6 +162,9 @@ def _notes(head: Drafter, dialect: Dialect, config: Mapping[str, Any]) -> tuple[
 def common_notes(head: Drafter) -> list[str]:
     """What no dialect has a place for, as far as a head has it."""
     notes = []
+    name, revision = split_revision(head.config.target_name or "")
+    if revision is not None:
+        notes.append(f"it was trained on revision {revision} of {name}: serve that one")
     if reference := head.config.reference:
         notes.append(
             "serve it with the merged target that its training wrote (target/), not with "

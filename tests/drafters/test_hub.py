@@ -1,13 +1,25 @@
-"""Heads on the hub: fetched once and whole, at a revision, offline; pushed in one commit or not."""
+"""Heads and targets on the hub: fetched once and whole, at a revision, offline; heads pushed in one
+commit or not.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 
-from drafters.hub import check_can_push, head_folder, is_hub_id, push_folder
+from drafters import TargetModel, build_drafter, load_drafter
+from drafters.hub import (
+    check_can_push,
+    head_folder,
+    is_hub_id,
+    push_folder,
+    split_revision,
+    target_place,
+)
 from tests.fake_hub import TOKEN, FakeHub, hub
+from tests.tiny import save_tiny_target
 
 
 @pytest.fixture
@@ -43,6 +55,21 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder_of(tmp_path / "me" / "head")
     monkeypatch.chdir(tmp_path)
     assert head_folder("me/head") == Path("me/head")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("me/head@v1", ("me/head", "v1")),
+        ("me/head@refs/pr/3", ("me/head", "refs/pr/3")),
+        ("me/head", ("me/head", None)),
+        ("me/head@", ("me/head@", None)),
+        ("runs/a/head@2", ("runs/a/head@2", None)),  # a folder's name
+        ("head@2", ("head@2", None)),
+    ],
+)
+def test_revisions_are_taken_apart(name: str, parts: tuple[str, str | None]) -> None:
+    assert split_revision(name) == parts
 
 
 # --- fetching
@@ -101,6 +128,67 @@ def test_what_is_not_there_is_said_in_one_line(fake: FakeHub) -> None:
     with pytest.raises(ValueError, match=r"RepositoryNotFound.*HF_TOKEN") as caught:
         head_folder("outputs/eagle3")
     assert "\n" not in str(caught.value)
+
+
+# --- targets
+
+
+def test_a_target_without_a_revision_is_left_to_transformers(
+    tmp_path: Path, fake: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(tmp_path / "me" / "target@2")
+    monkeypatch.chdir(tmp_path)
+    for name in ("me/target", "me/target@2", "target", "target@2", str(tmp_path)):
+        assert target_place(name) == name
+    assert not fake.asked
+
+
+def test_a_target_is_fetched_whole_but_for_weights_of_other_kinds(
+    tmp_path: Path, fake: FakeHub
+) -> None:
+    wanted = {"config__json": "{}", "model__safetensors": "w", "LICENSE": "l", "merges__txt": "m"}
+    others = {"pytorch_model__bin": "b", "model__gguf": "g", "consolidated__pth": "p"}
+    fake.add("me/target", folder_of(tmp_path / "made", **wanted, **others), tag="v1")
+    found = Path(target_place("me/target@v1"))
+    names = {name.replace("__", ".") for name in wanted}
+    assert {path.name for path in found.iterdir()} == {*names, ".gitattributes"}
+    del wanted["model__safetensors"]
+    fake.add("me/old", folder_of(tmp_path / "old", **wanted, **others), tag="v1")
+    assert (Path(target_place("me/old@v1")) / "pytorch_model.bin").read_text() == "b"
+
+
+def test_a_target_at_a_revision(
+    tmp_path: Path, fake: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, config, tokenizer and fingerprint are all of that revision, offline too."""
+    for seed, layers in enumerate((4, 5, 5)):
+        made = save_tiny_target(tmp_path / f"t{seed}", torch.float32, layers=layers, seed=seed)
+        repo = fake.add("me/target", made, tag=f"v{seed}")
+    commit = repo.commits[1][0]
+    found = {name: TargetModel.load(f"me/target@{name}") for name in ("v0", commit, "main")}
+    for seed, target in enumerate(found.values()):
+        made = TargetModel.load(str(tmp_path / f"t{seed}"))
+        assert target.fingerprint() == made.fingerprint()
+        assert target.num_layers == made.num_layers
+        assert torch.equal(target.lm_head.weight, made.lm_head.weight)
+    assert found["v0"].shape_fields()["target_name"] == "me/target@v0"
+    before = len(fake.downloaded)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert TargetModel.load("me/target@v0").fingerprint() == found["v0"].fingerprint()
+    assert len(fake.downloaded) == before
+    with pytest.raises(ValueError, match="target me/target@v7: no such folder here, and the hub"):
+        TargetModel.load("me/target@v7")
+
+
+def test_a_head_belongs_to_one_revision(tmp_path: Path, fake: FakeHub) -> None:
+    for seed in (0, 1):
+        made = save_tiny_target(tmp_path / f"t{seed}", torch.float32, layers=4, seed=seed)
+        fake.add("me/target", made, tag=f"v{seed}")
+    first, second = (TargetModel.load(f"me/target@v{seed}") for seed in (0, 1))
+    build_drafter("medusa", first).save_pretrained(tmp_path / "head")
+    load_drafter(tmp_path / "head", TargetModel.load("me/target@v0"))
+    with pytest.raises(ValueError, match=r"weights of 'me/target@v1' differ from 'me/target@v0'"):
+        load_drafter(tmp_path / "head", second)
 
 
 # --- pushing

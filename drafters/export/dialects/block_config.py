@@ -10,38 +10,29 @@ from typing import Any
 from torch import Tensor
 
 from drafters.export.dialect import EMBEDDING, KeySpec
-from drafters.export.fields import LAYER_FIELDS, complete_layers, from_outputs, vocab_state
+from drafters.export.fields import (
+    FILE_KEYS,
+    LAYER_FIELDS,
+    PARSED_KEYS,
+    complete_layers,
+    from_outputs,
+    vocab_state,
+)
 from drafters.export.folder import ExportError
 from drafters.target import TargetModel
 
 NESTED, IDS, AUXILIARY = "dflash_config", "target_layer_ids", "eagle_aux_hidden_state_layer_ids"
 OUTPUT = "lm_head.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "num_target_layers",
-    "max_position_embeddings",
-    "vocab_size",
-    "block_size",
-)
 BLOCK_KEYS = (
-    *(KeySpec(name, int, positive=True) for name in _SIZES),
+    *FILE_KEYS,
+    *(
+        KeySpec(name, int, positive=True)
+        for name in ("num_hidden_layers", "num_target_layers", "block_size")
+    ),
     KeySpec("draft_vocab_size", int, positive=True, optional=True),
     KeySpec("architectures", list),
     KeySpec("model_type", str, "qwen3"),
-    KeySpec("rms_norm_eps", float),
-    KeySpec("rope_theta", float),
-    KeySpec("rope_parameters", dict),
-    KeySpec("rope_scaling", (dict, type(None))),
-    KeySpec("hidden_act", str, "silu"),
-    KeySpec("tie_word_embeddings", bool, False),
-    KeySpec("attention_bias", bool, False),
-    KeySpec("torch_dtype", str),
     KeySpec("layer_types", list),
     KeySpec("use_sliding_window", bool),
     KeySpec("sliding_window", (int, type(None)), positive=True),
@@ -67,11 +58,10 @@ FOREIGN = {
     "quantization_config": (None, "quantised weights"),
     "use_aux_hidden_state": (True, "no captured layers"),
 }
-# What an engine must find unchanged after transformers has parsed the config.
 PARSED = (
-    *_SIZES,
-    "rms_norm_eps",
-    "tie_word_embeddings",
+    *PARSED_KEYS,
+    "num_target_layers",
+    "block_size",
     "layer_types",
     "sliding_window",
     "use_sliding_window",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.block import DFlashDrafter
-from drafters.export.borrowed import is_targets_output, output_refusals
+from drafters.export.borrowed import is_targets_output
 from drafters.export.dialect import EMBEDDING, Dialect, TensorSpec, type_name, type_problems
 from drafters.export.dialects.block_config import (
     AUXILIARY,
@@ -39,12 +39,13 @@ from drafters.export.dialects.block_config import (
     with_vocab,
 )
 from drafters.export.fields import (
+    TARGET_SIZES,
     layer_keys,
     llama_layer,
+    logit_refusals,
     rope_keys,
     rope_problems,
     shape_refusals,
-    size_problems,
     special_tokens,
     target_refusals,
     to_outputs,
@@ -64,6 +65,7 @@ class BlockDialect(Dialect):
     """
 
     architecture: ClassVar[str]
+    target_sizes: ClassVar[Mapping[str, str]] = {**TARGET_SIZES, "num_target_layers": "num_layers"}
     parsed_keys = PARSED
     keys = BLOCK_KEYS
 
@@ -75,13 +77,7 @@ class BlockDialect(Dialect):
         """
         assert isinstance(head, DFlashDrafter)
         config = head.config
-        found = shape_refusals(head, qk_norm=True) + target_refusals(head) + output_refusals(head)
-        target = head.target
-        if target.logit_scale != 1.0 or getattr(target.config, "final_logit_softcapping", None):
-            found.append(
-                f"target {target.name!r} scales or caps its logits, which engines do not do for a "
-                "draft head"
-            )
+        found = shape_refusals(head, qk_norm=True) + target_refusals(head) + logit_refusals(head)
         if config.sliding_window is not None and config.sliding_window < config.block_size:
             found.append(
                 f"sliding_window={config.sliding_window} is less than block_size="
@@ -200,16 +196,6 @@ class BlockDialect(Dialect):
         if config.get("draft_vocab_size", 0) > config["vocab_size"]:
             problems.append("draft_vocab_size is larger than vocab_size")
         problems += type_problems(config)
-        return problems
-
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes, layers, and the longest position."""
-        problems = size_problems(config, target, "hidden_size")
-        if config["num_target_layers"] != target.num_layers:
-            problems.append(
-                f"num_target_layers is {config['num_target_layers']} but the target has "
-                f"{target.num_layers}"
-            )
         return problems
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:

@@ -40,14 +40,17 @@ from drafters.export.dialect import (
     type_problems,
 )
 from drafters.export.fields import (
+    FILE_KEYS,
     LAYER_FIELDS,
+    PARSED_KEYS,
+    TARGET_SIZES,
     complete_layers,
     layer_keys,
     llama_layer,
+    logit_refusals,
     rope_keys,
     rope_problems,
     shape_refusals,
-    size_problems,
     special_tokens,
     target_refusals,
 )
@@ -56,16 +59,6 @@ from drafters.target import TargetModel
 FIRST = "layers.0.self_attn.q_proj.weight"
 BIAS, OUTPUT = "fc.bias", "lm_head.weight"
 AUTHORS, SGLANG = "LlamaForCausalLM", "LlamaForCausalLMEagle"
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "vocab_size",
-    "num_hidden_layers",
-)
 # Keys of other trainers that change what the head computes, where they are true.
 FOREIGN_KEYS = ("mlp_bias", "add_para_norm", "use_input_layernorm_in_first_layer")
 # And where they are false: norms that EAGLE-1 does without.
@@ -88,28 +81,22 @@ class Eagle1Form(Dialect):
         architecture: as config.json has it.
     """
 
-    parsed_keys = (*_SIZES, "rms_norm_eps", "tie_word_embeddings", "bias")
+    parsed_keys = (*PARSED_KEYS, "bias")
+    target_sizes = TARGET_SIZES
     families = ("eagle1",)
     architecture: ClassVar[str]
     keys = (
-        *(KeySpec(name, int, positive=True) for name in _SIZES),
+        *FILE_KEYS,
         KeySpec("model_type", str, "llama"),
-        KeySpec("rms_norm_eps", float),
-        KeySpec("rope_theta", float),
-        KeySpec("rope_parameters", dict),
-        KeySpec("rope_scaling", (dict, type(None))),
-        KeySpec("hidden_act", str, "silu"),
-        KeySpec("tie_word_embeddings", bool, False),
-        KeySpec("attention_bias", bool, False),
+        KeySpec("num_hidden_layers", int, positive=True),
         KeySpec("qkv_bias", bool),
         KeySpec("bias", bool),
-        KeySpec("torch_dtype", str),
     )
 
     def refusals(self, head: Drafter) -> list[str]:
         """Other layers than Llama's, but for Qwen2's biases."""
         only = {"qk_norm": False, "sliding_window": None, "attention_bias": self.qkv_bias(head)}
-        return shape_refusals(head, **only) + target_refusals(head)
+        return shape_refusals(head, **only) + target_refusals(head) + logit_refusals(head)
 
     def servable(self, head: Drafter) -> Drafter:
         """Over the whole vocabulary."""
@@ -220,10 +207,6 @@ class Eagle1Form(Dialect):
         problems += rope_problems(config)
         problems += type_problems(config)
         return problems
-
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes and the longest position."""
-        return size_problems(config, target, "hidden_size")
 
     @abstractmethod
     def has_bias(self, config: Mapping[str, Any]) -> bool:

@@ -1,29 +1,38 @@
-"""What EAGLE-3 dialects with numbered layers have in common: vLLM's and ModelOpt's.
+"""What EAGLE-3 dialects have in common: SGLang's, vLLM's and ModelOpt's.
 
 Legend: H draft hidden, Ht target hidden, F captured layers, L layers.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from drafters.base import Drafter
+from drafters.config import default_feature_layers
 from drafters.export.borrowed import differing_rows
-from drafters.export.dialect import EMBEDDING, KeySpec, TensorSpec
-from drafters.export.dialects.sglang import IDS
-from drafters.export.dialects.speculators import layer_id_problems
+from drafters.export.dialect import EMBEDDING, Dialect, KeySpec, TensorSpec, type_problems
+from drafters.export.dialects.speculators import captured_problems, layer_id_problems
 from drafters.export.fields import (
+    FILE_KEYS,
     LAYER_FIELDS,
     MARKS,
     OFFSETS,
+    PARSED_KEYS,
+    from_outputs,
     llama_layer,
     rope_extension,
+    rope_problems,
     to_outputs,
+    vocab_hint,
+    vocab_problems,
     vocab_state,
 )
 from drafters.export.folder import ExportError
 from drafters.target import TargetModel
 
+IDS, OUTPUT = "eagle_aux_hidden_state_layer_ids", "lm_head.weight"
+NUM_FEATURES = 3  # F: llama.cpp, older vLLM and SGLang know no other number
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 """By ``model_type``: that of the layers, which have norms of queries and keys in Qwen3's."""
 ALIASES = {
@@ -35,50 +44,73 @@ ALIASES = {
 }
 """Other names of the same classes in vLLM's registry, and what official EAGLE writes."""
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-SIZES = (
-    "hidden_size",
-    "target_hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "num_aux_hidden_states",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-)
-KEYS = (
-    *(KeySpec(name, int, positive=True) for name in SIZES),
-    *(KeySpec(name, bool) for name in FLAGS),
-    KeySpec("architectures", list),
-    KeySpec("model_type", str),
-    KeySpec("rms_norm_eps", float),
-    KeySpec("rope_theta", float),
-    KeySpec("rope_parameters", dict),
-    KeySpec("rope_scaling", (dict, type(None))),
-    KeySpec("hidden_act", str, "silu"),
-    KeySpec("tie_word_embeddings", bool, False),
-    KeySpec("attention_bias", bool, False),
-    KeySpec("mlp_bias", bool, False),
-    KeySpec("torch_dtype", str),
-    KeySpec("layer_types", list),
-    KeySpec("sliding_window", (int, type(None))),
+SWITCHES = FLAGS[:3]
+COMMON_KEYS = (
+    *FILE_KEYS,
+    KeySpec("target_hidden_size", int, positive=True),
+    KeySpec("draft_vocab_size", int, positive=True),
+    *(KeySpec(name, bool) for name in SWITCHES),
     KeySpec(IDS, list),
     KeySpec("eagle_config", dict),
 )
-# What an engine must find unchanged after transformers has parsed the config.
-PARSED_KEYS = (
-    *SIZES,
-    *FLAGS,
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "layer_types",
-    "sliding_window",
+"""Of every EAGLE-3 dialect."""
+COMMON_PARSED = (
+    *PARSED_KEYS,
+    "target_hidden_size",
+    "draft_vocab_size",
+    *SWITCHES,
     IDS,
     "eagle_config",
 )
+KEYS = (
+    *COMMON_KEYS,
+    KeySpec("architectures", list),
+    KeySpec("model_type", str),
+    KeySpec("num_hidden_layers", int, positive=True),
+    KeySpec("num_aux_hidden_states", int, positive=True),
+    KeySpec("norm_before_residual", bool),
+    KeySpec("mlp_bias", bool, False),
+    KeySpec("layer_types", list),
+    KeySpec("sliding_window", (int, type(None))),
+)
+"""Of those with numbered layers."""
+PARSED = (
+    *COMMON_PARSED,
+    "num_aux_hidden_states",
+    "norm_before_residual",
+    "layer_types",
+    "sliding_window",
+)
 FIRST, OWN_FIRST = "layers.0.", "midlayer."
+
+
+class Eagle3Form(Dialect):
+    """Of EAGLE-3's forms."""
+
+    families: ClassVar[tuple[str, ...]] = ("eagle3",)
+    embeddings: ClassVar[str] = "optional"
+    target_sizes: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocab_size",
+        "target_hidden_size": "hidden_size",
+        "max_position_embeddings": "max_length",
+    }
+
+    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
+        """Captured layers, too."""
+        sizes = super().target_problems(config, target)
+        if layer_id_problems(config[IDS], IDS):
+            return sizes  # reported already
+        return captured_problems(config[IDS], IDS, target) + sizes
+
+    def tensor_problems(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> list[str]:
+        """The vocabulary map."""
+        return vocab_problems(config, tensors)
+
+    def hint(self, name: str, config: Mapping[str, Any]) -> str:
+        """Of the vocabulary map."""
+        return vocab_hint(name, config)
 
 
 def numbered_layers(config: Mapping[str, Any]) -> list[TensorSpec]:
@@ -130,13 +162,13 @@ def head_state(tensors: Mapping[str, Tensor], target: TargetModel) -> dict[str, 
         for name, tensor in tensors.items()
         if name not in not_weights
     }
-    if "lm_head.weight" not in state:
+    if OUTPUT not in state:
         if target.lm_head.bias is not None:
             raise ExportError(
-                f"the file has no lm_head.weight, and that of target {target.name!r} has a bias, "
+                f"the file has no {OUTPUT}, and that of target {target.name!r} has a bias, "
                 "which EAGLE-3 heads have no place for"
             )
-        state["lm_head.weight"] = target.lm_head.weight.detach().to(tensors["fc.weight"].dtype)
+        state[OUTPUT] = target.lm_head.weight.detach().to(tensors["fc.weight"].dtype)
     return state | vocab_state(tensors)
 
 
@@ -159,11 +191,54 @@ def is_own(table: Tensor, target: TargetModel, mask: int | None = None) -> bool:
     return bool(differs.any())
 
 
-def nested_id_problems(config: Mapping[str, Any]) -> list[str]:
-    """Where layer ids are missing, or the two lists of them contradict each other or their number.
+def eagle_config(head: Drafter) -> dict[str, Any]:
+    """The nested config of a head, and the list at the top level that goes with it."""
+    layers = list(head.feature_layers)
+    nested = {
+        IDS: to_outputs(layers),
+        "use_aux_hidden_state": True,
+        "norm_before_fc": head.config.norm_before_fc,
+    }
+    return {IDS: layers, "eagle_config": nested}
+
+
+def completed_eagle_config(config: Mapping[str, Any], target: TargetModel) -> dict[str, Any]:
+    """Layer ids and ``norm_before_fc`` of a foreign config, in both places, as engines take them
+    where they are missing; ids that are only nested are SGLang's.
+    """
+    nested = dict(config.get("eagle_config") or {})
+    inner = nested.get(IDS)
+    ids = config.get(IDS) or (from_outputs(inner) if inner else None)
+    ids = ids or default_feature_layers(target.num_layers)
+    before_fc = bool(nested.get("norm_before_fc", config.get("norm_before_fc")))
+    nested = {"use_aux_hidden_state": True, **nested, IDS: inner or to_outputs(ids)}
+    return {
+        IDS: ids,
+        "norm_before_fc": before_fc,
+        "eagle_config": {**nested, "norm_before_fc": before_fc},
+    }
+
+
+def common_problems(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the keys of :data:`COMMON_KEYS`, each of which has the right type."""
+    problems = nested_problems(config) + rope_problems(config, extended=True)
+    if config["fc_norm"] and config["norm_before_fc"]:
+        problems.append("fc_norm and norm_before_fc are both set: choose one")
+    if config["draft_vocab_size"] > config["vocab_size"]:
+        problems.append("draft_vocab_size is larger than vocab_size")
+    if config["hidden_size"] != config["target_hidden_size"]:
+        problems.append(
+            f"hidden_size {config['hidden_size']} is not target_hidden_size "
+            f"{config['target_hidden_size']}: such heads are not supported"
+        )
+    return problems + type_problems(config)
+
+
+def nested_problems(config: Mapping[str, Any]) -> list[str]:
+    """Where layer ids are missing, or ``eagle_config`` contradicts the top level.
 
     Args:
-        config: with both lists.
+        config: with both.
     """
     ids, nested = config[IDS], config["eagle_config"]
     if nested.get("use_aux_hidden_state") is not True:
@@ -175,8 +250,6 @@ def nested_id_problems(config: Mapping[str, Any]) -> list[str]:
         ]
     if problems := layer_id_problems(ids, IDS):
         return problems
-    if len(ids) != config["num_aux_hidden_states"]:
-        return [f"num_aux_hidden_states is {config['num_aux_hidden_states']} for {len(ids)} layers"]
     if nested.get(IDS) != to_outputs(ids):
         return [
             f"layer ids disagree: eagle_config has {nested.get(IDS)} (SGLang: output of layer), so "

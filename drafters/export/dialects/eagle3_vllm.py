@@ -2,8 +2,8 @@
 
 A folder with ``config.json`` and ``model.safetensors``, tensors named ``layers.0.*``. It has places
 for what SGLang's dialect has none for: further layers, any number of captured layers, norms of
-queries and keys (the layers are then Qwen3's), sliding windows, ``norm_before_residual``,
-``norm_before_fc`` and an embedding of the head's own.
+queries and keys (the layers are then Qwen3's), sliding windows, ``norm_before_residual`` and an
+embedding of the head's own.
 
 Traps: vLLM reads layer ids at the top level (``hidden_states`` indices) and takes [2, n//2, n-3]
 where they are missing; the nested list, which SGLang counts one lower, only tells it how many there
@@ -20,46 +20,42 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.config import default_feature_layers
 from drafters.export.dialect import (
     EMBEDDING,
-    Dialect,
     KeySpec,
     Parts,
     TensorSpec,
     type_name,
-    type_problems,
 )
 from drafters.export.dialects.eagle3_fields import (
     ALIASES,
     ARCHITECTURES,
     FIRST,
     FLAGS,
+    IDS,
     KEYS,
+    NUM_FEATURES,
+    OUTPUT,
     OWN_FIRST,
-    PARSED_KEYS,
+    PARSED,
+    Eagle3Form,
+    common_problems,
+    completed_eagle_config,
+    eagle_config,
     head_options,
     head_state,
     is_own,
-    nested_id_problems,
     numbered_layers,
 )
-from drafters.export.dialects.sglang import IDS, NUM_FEATURES
-from drafters.export.dialects.speculators import FULL, SLIDING, captured_problems, window_problems
+from drafters.export.dialects.speculators import FULL, SLIDING, window_problems
 from drafters.export.fields import (
     OFFSETS,
     complete_layers,
-    from_outputs,
     layer_keys,
     rope_keys,
-    rope_problems,
     shape_refusals,
-    size_problems,
     special_tokens,
     target_refusals,
-    to_outputs,
-    vocab_hint,
-    vocab_problems,
     vocab_specs,
     vocab_tensors,
     without_identity,
@@ -67,14 +63,12 @@ from drafters.export.fields import (
 from drafters.target import TargetModel
 
 
-class VllmEagle3(Dialect):
+class VllmEagle3(Eagle3Form):
     """EAGLE-3 for vLLM's native loader."""
 
     name = "vllm"
-    parsed_keys = PARSED_KEYS
-    families: ClassVar[tuple[str, ...]] = ("eagle3",)
+    parsed_keys = PARSED
     engines: ClassVar[tuple[str, ...]] = ("vllm", "llama.cpp")
-    embeddings = "optional"
     keys: ClassVar[tuple[KeySpec, ...]] = KEYS
 
     # Writing ------------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ class VllmEagle3(Dialect):
 
     def config(self, head: Drafter) -> dict[str, Any]:
         """The longest position and the special tokens are the target's."""
-        config, layers = head.config, list(head.feature_layers)
+        config = head.config
         kind, window = "qwen3" if config.qk_norm else "llama", config.sliding_window
         return {
             "architectures": [ARCHITECTURES[kind]],
@@ -120,13 +114,8 @@ class VllmEagle3(Dialect):
             "use_sliding_window": window is not None,
             "torch_dtype": type_name(next(head.parameters()).dtype),
             **special_tokens(head.target),
-            "num_aux_hidden_states": len(layers),
-            IDS: layers,
-            "eagle_config": {
-                IDS: to_outputs(layers),
-                "use_aux_hidden_state": True,
-                "norm_before_fc": config.norm_before_fc,
-            },
+            "num_aux_hidden_states": len(head.feature_layers),
+            **eagle_config(head),
         }
 
     def tensors(self, head: Drafter) -> dict[str, Tensor]:
@@ -176,11 +165,7 @@ class VllmEagle3(Dialect):
         config = complete_layers(config)
         layers = config.get("num_hidden_layers") or 1
         kinds = config.get("layer_types") or [FULL] * layers
-        nested = dict(config.get("eagle_config") or {})
-        inner = nested.get(IDS)
-        ids = config.get(IDS) or (from_outputs(inner) if inner else None)
-        ids = ids or default_feature_layers(target.num_layers)
-        before_fc = nested.get("norm_before_fc", config.get("norm_before_fc"))
+        captured = completed_eagle_config(config, target)
         defaults = {
             "num_hidden_layers": layers,
             "draft_vocab_size": config.get("vocab_size"),
@@ -188,7 +173,7 @@ class VllmEagle3(Dialect):
             "torch_dtype": config.get("dtype") or "float32",
             "tie_word_embeddings": False,
             "mlp_bias": False,
-            "num_aux_hidden_states": len(inner or ids),
+            "num_aux_hidden_states": len(captured["eagle_config"][IDS]),
             **dict.fromkeys(FLAGS, False),
         }
         config |= {key: value for key, value in defaults.items() if config.get(key) is None}
@@ -198,14 +183,7 @@ class VllmEagle3(Dialect):
             **config,
             "layer_types": kinds,
             "sliding_window": config.get("sliding_window") if SLIDING in kinds else None,
-            "norm_before_fc": bool(before_fc),
-            IDS: ids,
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                **nested,
-                IDS: inner or to_outputs(ids),
-                "norm_before_fc": bool(before_fc),
-            },
+            **captured,
         }
 
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -227,28 +205,17 @@ class VllmEagle3(Dialect):
                 f"architectures {config['architectures']} with model_type "
                 f"{config['model_type']!r} is not supported: one of {classes}"
             )
-        problems += nested_id_problems(config) + window_problems(config)
-        problems += rope_problems(config, extended=True)
+        problems += common_problems(config) + window_problems(config)
+        if len(config[IDS]) != config["num_aux_hidden_states"]:
+            problems.append(
+                f"num_aux_hidden_states is {config['num_aux_hidden_states']} for "
+                f"{len(config[IDS])} layers"
+            )
         if len(set(config["layer_types"])) > 1:
             problems.append("layer_types: layers with and without a window are not supported")
-        if config["fc_norm"] and config["norm_before_fc"]:
-            problems.append("fc_norm and norm_before_fc are both set: choose one")
-        if config["hidden_size"] != config["target_hidden_size"]:
-            problems.append(
-                f"hidden_size {config['hidden_size']} is not target_hidden_size "
-                f"{config['target_hidden_size']}: such heads are not supported"
-            )
         if config.get("quantization_config"):
             problems.append("quantization_config: quantized heads are not supported")
-        if config["draft_vocab_size"] > config["vocab_size"]:
-            problems.append("draft_vocab_size is larger than vocab_size")
-        problems += type_problems(config)
         return problems
-
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes, captured layers and the longest position."""
-        sizes = size_problems(config, target, "target_hidden_size")
-        return captured_problems(config[IDS], IDS, target) + sizes
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
         """Of L layers, the norms that the switches ask for, and the vocabulary map."""
@@ -256,7 +223,7 @@ class VllmEagle3(Dialect):
         shape = (config["draft_vocab_size"], config["hidden_size"])
         return [
             *numbered_layers(config),
-            TensorSpec("lm_head.weight", shape, optional=whole),
+            TensorSpec(OUTPUT, shape, optional=whole),
             self.embedding_spec(config),
             *vocab_specs(config, marks_optional=True),
         ]
@@ -266,21 +233,11 @@ class VllmEagle3(Dialect):
         shape = (config["vocab_size"], config["hidden_size"])
         return TensorSpec(EMBEDDING, shape, optional=True, parameter=f"model.{EMBEDDING}")
 
-    def tensor_problems(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> list[str]:
-        """The vocabulary map."""
-        return vocab_problems(config, tensors)
-
     def borrowed_problems(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel
     ) -> list[str]:
         """None: an embedding that is not the target's is the head's own."""
         return []
-
-    def hint(self, name: str, config: Mapping[str, Any]) -> str:
-        """Of the vocabulary map."""
-        return vocab_hint(name, config)
 
     def parts(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.export.borrowed import is_targets_output, output_refusals, output_rows
+from drafters.export.borrowed import copy_refusals, is_targets_output, output_rows
 from drafters.export.dialect import (
     EMBEDDING,
     Dialect,
@@ -33,10 +33,13 @@ from drafters.export.dialect import (
     type_problems,
 )
 from drafters.export.fields import (
+    DECODER_KEYS,
     LAYER_FIELDS,
+    TARGET_SIZES,
     complete_layers,
     layer_keys,
     llama_layer,
+    public_name,
     rope_keys,
     rope_problems,
     shape_refusals,
@@ -62,6 +65,7 @@ class Hydra(Dialect):
     engines = ("hydra",)
     weights = "hydra_lm_head.pt"
     embeddings = "never"
+    target_sizes = TARGET_SIZES
     unknown_to_transformers = True
     keys = (
         KeySpec("hydra_num_heads", int, positive=True),
@@ -70,21 +74,15 @@ class Hydra(Dialect):
         KeySpec("grounded_heads", bool, True),
         KeySpec("hidden_state_offset", int),
         KeySpec("base_model_name_or_path", str),
-        KeySpec("vocab_size", int, positive=True),
-        KeySpec("rms_norm_eps", float),
-        KeySpec("rope_theta", float),
-        KeySpec("rope_parameters", dict),
-        KeySpec("rope_scaling", (dict, type(None))),
-        KeySpec("max_position_embeddings", int, positive=True),
+        *DECODER_KEYS,
         KeySpec("torch_dtype", str),
-        *(KeySpec(name, int, positive=True) for name in LAYER_FIELDS if name != "rms_norm_eps"),
     )
 
     def refusals(self, head: Drafter) -> list[str]:
         """What the authors' code does not build."""
         config = head.config
         found = target_refusals(head)
-        found += output_refusals(head) if config.shared_lm_head else []
+        found += copy_refusals(head) if config.shared_lm_head else []
         if head.draft_vocab is not None:
             found.append(
                 f"draft_vocab_size={config.draft_vocab_size}: this form has no map of a draft "
@@ -123,7 +121,7 @@ class Hydra(Dialect):
             "hydra_head_arch": PREFIXED if config.num_layers else PLAIN,
             "grounded_heads": True,
             "hidden_state_offset": 0,
-            "base_model_name_or_path": config.target_name or head.target.name,
+            "base_model_name_or_path": public_name(head),
             "vocab_size": config.vocab_size,
             **layer_keys(head),
             **rope_keys(head),
@@ -210,15 +208,6 @@ class Hydra(Dialect):
             )
         problems += type_problems(config)
         return problems + rope_problems(config)
-
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes."""
-        wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        return [
-            f"{key} is {config[key]} but the target has {value}"
-            for key, value in wanted.items()
-            if config[key] != value
-        ]
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
         """Blocks, output matrices with biases, the prefix layer with its norm."""

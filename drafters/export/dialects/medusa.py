@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.export.borrowed import TOKEN_MAP, is_targets_output, output_refusals, output_rows
+from drafters.export.borrowed import TOKEN_MAP, copy_refusals, is_targets_output, output_rows
 from drafters.export.dialect import (
     Dialect,
     KeySpec,
@@ -36,6 +36,7 @@ from drafters.export.dialect import (
     type_name,
     type_problems,
 )
+from drafters.export.fields import public_name
 from drafters.medusa import MedusaDrafter
 from drafters.target import TargetModel
 
@@ -61,6 +62,10 @@ class MedusaForm(Dialect):
     """
 
     families = ("medusa",)
+    target_sizes: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "hidden_size",
+        "vocab_size": "vocab_size",
+    }
     unknown_to_transformers = True
     block: ClassVar[re.Pattern[str]]
     heads_key: ClassVar[str]
@@ -149,15 +154,6 @@ class MedusaForm(Dialect):
             problems.append(f"logit_scale={config['logit_scale']} is not supported")
         return problems
 
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes."""
-        wanted = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        return [
-            f"{key} is {config[key]} but the target has {value}"
-            for key, value in wanted.items()
-            if config[key] != value
-        ]
-
     def head_parts(
         self,
         config: Mapping[str, Any],
@@ -229,7 +225,7 @@ class OfficialMedusa(MedusaForm):
 
     def refusals(self, head: Drafter) -> list[str]:
         """A draft vocabulary, for which this form has no map."""
-        found = output_refusals(head) if head.config.shared_lm_head else []
+        found = copy_refusals(head) if head.config.shared_lm_head else []
         if head.draft_vocab is not None:
             found.append(
                 f"draft_vocab_size={head.config.draft_vocab_size}: this form has no map of a draft "
@@ -244,7 +240,7 @@ class OfficialMedusa(MedusaForm):
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
             "medusa_fc_bias": True,
-            "base_model_name_or_path": config.target_name or head.target.name,
+            "base_model_name_or_path": public_name(head),
             "version": "2",
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,

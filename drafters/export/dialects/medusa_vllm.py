@@ -18,9 +18,9 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.export.borrowed import (
     TOKEN_MAP,
+    copy_refusals,
     cut_to_map,
     map_problems,
-    output_refusals,
     output_rows,
 )
 from drafters.export.dialect import KeySpec, Parts, TensorSpec, type_name
@@ -53,7 +53,7 @@ class VllmMedusa(MedusaForm):
 
     def refusals(self, head: Drafter) -> list[str]:
         """An output matrix that is more than a matrix."""
-        return output_refusals(head) if head.config.shared_lm_head else []
+        return copy_refusals(head) if head.config.shared_lm_head else []
 
     def served(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Not own matrices with a draft vocabulary: vLLM builds those for the whole one."""

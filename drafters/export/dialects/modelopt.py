@@ -26,9 +26,8 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.config import default_feature_layers
 from drafters.export.dialect import EMBEDDING, KeySpec, TensorSpec
-from drafters.export.dialects.eagle3_fields import FIRST, KEYS
+from drafters.export.dialects.eagle3_fields import FIRST, IDS, KEYS
 from drafters.export.dialects.eagle3_vllm import VllmEagle3
-from drafters.export.dialects.sglang import IDS
 from drafters.export.fields import MARKS, shape_refusals, target_refusals, to_outputs
 from drafters.target import TargetModel
 

@@ -2,105 +2,79 @@
 
 A folder with ``config.json`` and ``model.safetensors``, tensors named ``midlayer.*``. Layer ids are
 written twice: at the top level as ``hidden_states`` indices (vLLM, llama.cpp), nested in
-``eagle_config`` one lower (SGLang counts outputs of layers).
+``eagle_config`` one lower (SGLang counts outputs of layers). ``norm_before_fc`` is asked for there
+first, then at the top level (SGLang 0.5.23, vLLM); llama.cpp reads the top level.
+
+Traps: SGLang has no ``norm_before_residual``; 0.5.12 has no ``norm_before_fc`` either and leaves
+the norm out without a word. Where ``draft_vocab_size`` is null SGLang puts the target's output
+matrix in the place of one in the file, vLLM takes the file's: refused unless they are the same.
 
 Legend: H draft hidden, Ht target hidden, F captured layers.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.config import default_feature_layers
-from drafters.export.dialect import (
-    EMBEDDING,
-    Dialect,
-    KeySpec,
-    Parts,
-    TensorSpec,
-    type_name,
-    type_problems,
+from drafters.export.borrowed import is_copy
+from drafters.export.dialect import EMBEDDING, KeySpec, Parts, TensorSpec, type_name
+from drafters.export.dialects.eagle3_fields import (
+    COMMON_KEYS,
+    COMMON_PARSED,
+    FIRST,
+    IDS,
+    NUM_FEATURES,
+    OUTPUT,
+    OWN_FIRST,
+    SWITCHES,
+    Eagle3Form,
+    common_problems,
+    completed_eagle_config,
+    eagle_config,
+    head_options,
+    head_state,
+    numbered_layers,
 )
 from drafters.export.fields import (
-    LAYER_FIELDS,
     complete_layers,
-    from_outputs,
     layer_keys,
-    llama_layer,
-    rope_extension,
     rope_keys,
-    rope_problems,
     shape_refusals,
-    size_problems,
     special_tokens,
     target_refusals,
-    to_outputs,
-    vocab_hint,
-    vocab_problems,
     vocab_specs,
-    vocab_state,
     vocab_tensors,
     without_identity,
 )
 from drafters.target import TargetModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-IDS = "eagle_aux_hidden_state_layer_ids"
-NUM_FEATURES = 3  # F: vLLM, llama.cpp and older SGLang know no other number
-_SIZES = (
-    "hidden_size",
-    "target_hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-)
+IMPLIED = {
+    "num_aux_hidden_states": NUM_FEATURES,
+    "norm_before_residual": False,
+    "sliding_window": None,
+}
+"""Keys of the other EAGLE-3 dialects that this one needs not say."""
 # Keys of other trainers that change what the head computes; no head of this dialect has them.
-FOREIGN_KEYS = ("norm_before_residual", "norm_before_fc", "bias", "mlp_bias", "qkv_bias")
-# What an engine must find unchanged after transformers has parsed the config.
-PARSED_KEYS = (
-    *_SIZES,
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "fc_norm",
-    "norm_output",
-    IDS,
-    "eagle_config",
-)
+FOREIGN_KEYS = ("norm_before_residual", "bias", "mlp_bias", "qkv_bias")
+BORROWS = "load_lm_head_from_target"
+"""SGLang's name of what it does where ``draft_vocab_size`` is null."""
 
 
-class SglangEagle3(Dialect):
+class SglangEagle3(Eagle3Form):
     """The most widely deployed form of EAGLE-3."""
 
     name = "sglang"
-    parsed_keys = PARSED_KEYS
-    families = ("eagle3",)
+    parsed_keys = COMMON_PARSED
     engines = ("sglang", "vllm", "llama.cpp")
-    embeddings = "optional"
     keys = (
-        *(KeySpec(name, int, positive=True) for name in _SIZES),
+        *COMMON_KEYS,
         KeySpec("architectures", list, [ARCHITECTURE]),
         KeySpec("model_type", str, "llama"),
         KeySpec("num_hidden_layers", int, 1),
-        KeySpec("rms_norm_eps", float),
-        KeySpec("rope_theta", float),
-        KeySpec("rope_parameters", dict),
-        KeySpec("rope_scaling", (dict, type(None))),
-        KeySpec("hidden_act", str, "silu"),
-        KeySpec("tie_word_embeddings", bool, False),
-        KeySpec("attention_bias", bool, False),
-        KeySpec("torch_dtype", str),
-        KeySpec("fc_norm", bool),
-        KeySpec("norm_output", bool),
-        KeySpec(IDS, list),
-        KeySpec("eagle_config", dict),
     )
 
     def refusals(self, head: Drafter) -> list[str]:
@@ -111,7 +85,6 @@ class SglangEagle3(Dialect):
             qk_norm=False,
             sliding_window=None,
             norm_before_residual=False,
-            norm_before_fc=False,
             own_embedding=False,
             rope_extension=head.config.rope_extension,
         )
@@ -129,7 +102,7 @@ class SglangEagle3(Dialect):
 
     def config(self, head: Drafter) -> dict[str, Any]:
         """The longest position and the special tokens are the target's."""
-        config, layers = head.config, list(head.feature_layers)
+        config = head.config
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -138,16 +111,14 @@ class SglangEagle3(Dialect):
             "target_hidden_size": head.target.hidden_size,
             "vocab_size": config.vocab_size,
             "draft_vocab_size": config.draft_vocab_size,
-            "fc_norm": config.fc_norm,
-            "norm_output": config.norm_output,
+            **{name: getattr(config, name) for name in SWITCHES},
             **rope_keys(head),
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
             "torch_dtype": type_name(next(head.parameters()).dtype),
             **special_tokens(head.target),
-            IDS: layers,
-            "eagle_config": {IDS: to_outputs(layers), "use_aux_hidden_state": True},
+            **eagle_config(head),
         }
 
     def tensors(self, head: Drafter) -> dict[str, Tensor]:
@@ -168,6 +139,11 @@ class SglangEagle3(Dialect):
             notes.append(
                 "fc_norm and norm_output are EAGLE-3.1: engines older than them ignore the keys"
             )
+        if config["norm_before_fc"]:
+            notes.append(
+                "norm_before_fc: read in SGLang 0.5.23 and vLLM 0.32; SGLang 0.5.12 leaves the "
+                "norm out without a word"
+            )
         if head.confidence is not None:
             notes.append("the confidence output is left out: these engines draft to a fixed length")
         return notes
@@ -178,10 +154,10 @@ class SglangEagle3(Dialect):
         """
         if config.get("norm_before_residual") or "mask_hidden" in names:
             return False
-        borrows = config.get("draft_vocab_size") is None and "lm_head.weight" not in names
+        borrows = config.get("draft_vocab_size") is None and OUTPUT not in names
         if borrows or ("d2t" in names and "t2d" not in names):
             return False
-        return "midlayer.hidden_norm.weight" in names
+        return f"{OWN_FIRST}hidden_norm.weight" in names
 
     def complete(self, config: dict[str, Any], target: TargetModel) -> dict[str, Any]:
         """What SpecForge and official EAGLE leave out."""
@@ -198,13 +174,12 @@ class SglangEagle3(Dialect):
         config |= {key: value for key, value in defaults.items() if config.get(key) is None}
         if config.get("architectures") == ["LlamaForCausalLM"]:  # official EAGLE's
             config["architectures"] = [ARCHITECTURE]
-        nested = dict(config.get("eagle_config") or {})
-        ids, inner = config.get(IDS), nested.get(IDS)
-        if ids is None:
-            ids = from_outputs(inner) if inner else default_feature_layers(target.num_layers)
-        nested.setdefault("use_aux_hidden_state", True)
-        nested[IDS] = to_outputs(ids) if inner is None else inner
-        return {**config, IDS: ids, "eagle_config": nested}
+        return {**config, **completed_eagle_config(config, target)}
+
+    def adapted(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Marked where SGLang would replace the file's output matrix."""
+        whole = "draft_vocab_size" in config and config["draft_vocab_size"] is None
+        return {**config, BORROWS: True} if whole and OUTPUT in tensors else config
 
     def renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """SpecForge saves a map of the whole vocabulary, too."""
@@ -215,96 +190,43 @@ class SglangEagle3(Dialect):
         problems = [
             f"{key}={config[key]!r} is not supported" for key in FOREIGN_KEYS if config.get(key)
         ]
-        problems += layer_id_problems(config) + rope_problems(config, extended=True)
-        if config["draft_vocab_size"] > config["vocab_size"]:
-            problems.append("draft_vocab_size is larger than vocab_size")
-        problems += type_problems(config)
-        return problems
-
-    def target_problems(self, config: Mapping[str, Any], target: TargetModel) -> list[str]:
-        """Sizes and the longest position."""
-        return size_problems(config, target, "target_hidden_size")
+        if len(config[IDS]) != NUM_FEATURES:
+            problems.append(f"{IDS} must be {NUM_FEATURES} layer ids, got {config[IDS]}")
+        return problems + common_problems(config)
 
     def specs(self, config: Mapping[str, Any]) -> list[TensorSpec]:
-        """Of one layer, three norms in EAGLE-3.1, and the vocabulary map."""
-        hidden, wide = config["hidden_size"], config["target_hidden_size"]
-        engine = "model.layers.0"
-        found = [
-            TensorSpec("fc.weight", (hidden, NUM_FEATURES * wide), parameter="model.fc.weight")
-        ]
-        if config["fc_norm"]:
-            names = (f"fc_norm.{index}.weight" for index in range(NUM_FEATURES))
-            found += [TensorSpec(name, (wide,), parameter=f"model.{name}") for name in names]
-        found += llama_layer("midlayer", config, input_size=2 * hidden, engine=engine)
+        """Of one layer, the norms that the switches ask for, and the vocabulary map."""
+        hidden, table = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
+        network = (
+            replace(spec, name=spec.name.replace(FIRST, OWN_FIRST))
+            for spec in numbered_layers({**config, **IMPLIED})
+        )
         return [
-            *found,
-            TensorSpec(
-                "midlayer.hidden_norm.weight", (hidden,), parameter=f"{engine}.hidden_norm.weight"
-            ),
-            TensorSpec("norm.weight", (hidden,), parameter="model.norm.weight"),
-            TensorSpec("lm_head.weight", (config["draft_vocab_size"], hidden)),
-            TensorSpec(
-                EMBEDDING,
-                (config["vocab_size"], hidden),
-                optional=True,
-                parameter=f"model.{EMBEDDING}",
-            ),
+            *network,
+            TensorSpec(OUTPUT, (config["draft_vocab_size"], hidden)),
+            TensorSpec(EMBEDDING, table, optional=True, parameter=f"model.{EMBEDDING}"),
             *vocab_specs(config),
         ]
 
-    def tensor_problems(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    def borrowed_problems(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel
     ) -> list[str]:
-        """The vocabulary map."""
-        return vocab_problems(config, tensors)
-
-    def hint(self, name: str, config: Mapping[str, Any]) -> str:
-        """Of the vocabulary map."""
-        return vocab_hint(name, config)
+        """The embedding, and an output matrix that SGLang would replace."""
+        found = super().borrowed_problems(config, tensors, target)
+        if config.get(BORROWS) and not is_copy(tensors[OUTPUT], target.lm_head.weight):
+            found.append(
+                f"draft_vocab_size is null beside {OUTPUT}, which is not the output matrix of "
+                f"{target.name!r}: SGLang would draft with the target's, vLLM with the file's; "
+                f"write draft_vocab_size {config['vocab_size']} if the head has its own, or take "
+                f"{OUTPUT} out"
+            )
+        return found
 
     def parts(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel
     ) -> Parts:
         """An EAGLE-3 head."""
-        copied = (*LAYER_FIELDS, "vocab_size", "draft_vocab_size", "rope_theta", "fc_norm")
-        options = {name: config[name] for name in (*copied, "norm_output")}
-        options["rope_extension"] = rope_extension(config)
-        options["max_position_embeddings"] = config["max_position_embeddings"]
-        options["feature_layers"] = list(config[IDS])
-        not_weights = (EMBEDDING, "d2t", "t2d")
-        state = {name: tensor for name, tensor in tensors.items() if name not in not_weights}
-        return Parts("eagle3", options, state | vocab_state(tensors))
-
-
-def engine_parameters(
-    dialect: Dialect, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Parameters as an engine holds them, fused, with its own names.
-
-    Args:
-        dialect: that declares them.
-        config, tensors: of a checked file.
-    """
-    shards: dict[str, list[Tensor]] = {}
-    for spec in dialect.specs(config):
-        if spec.name in tensors and spec.kind == "float":
-            shards.setdefault(spec.parameter or spec.name, []).append(tensors[spec.name])
-    return {name: torch.cat(parts) for name, parts in shards.items()}
-
-
-def layer_id_problems(config: Mapping[str, Any]) -> list[str]:
-    """Where the two lists of layer ids are missing or contradict each other."""
-    ids, nested = config[IDS], config["eagle_config"].get(IDS)
-    if config["eagle_config"].get("use_aux_hidden_state") is not True:
-        return ["eagle_config.use_aux_hidden_state must be true"]
-    if len(ids) != NUM_FEATURES or not all(isinstance(k, int) for k in ids):
-        return [f"{IDS} must be {NUM_FEATURES} layer ids, got {ids}"]
-    if nested != to_outputs(ids):
-        return [
-            f"layer ids disagree: eagle_config has {nested} (SGLang: output of layer), so the top "
-            f"level must be one higher (vLLM, llama.cpp: hidden_states index), but it is {ids}"
-        ]
-    return []
+        return Parts("eagle3", head_options({**config, **IMPLIED}), head_state(tensors, target))
 
 
 SGLANG = SglangEagle3()

@@ -22,17 +22,27 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from drafters.base import Drafter
-from drafters.export.dialect import DTYPES, Dialect, KeySpec, TensorSpec, key_problems, type_name
+from drafters.export.dialect import (
+    DTYPES,
+    Dialect,
+    KeySpec,
+    TensorSpec,
+    key_problems,
+    size_problems,
+    type_name,
+)
 from drafters.export.fields import (
     LAYER_FIELDS,
+    LAYER_KEYS,
+    TARGET_SIZES,
     complete_layers,
     layer_keys,
     llama_layer,
+    public_name,
     rope_extension,
     rope_keys,
     rope_problems,
     shape_refusals,
-    size_problems,
     special_tokens,
     target_refusals,
     vocab_hint,
@@ -56,16 +66,8 @@ KEYS = (
 )
 LAYER_SPECS = (
     KeySpec("model_type", str),
-    *(KeySpec(name, int, positive=True) for name in LAYER_FIELDS if name != "rms_norm_eps"),
-    KeySpec("rms_norm_eps", float),
+    *LAYER_KEYS,
     KeySpec("num_hidden_layers", int, positive=True),
-    KeySpec("vocab_size", int, positive=True),
-    KeySpec("max_position_embeddings", int, positive=True),
-    KeySpec("rope_theta", float),
-    KeySpec("rope_parameters", dict),
-    KeySpec("rope_scaling", (dict, type(None))),
-    KeySpec("hidden_act", str, "silu"),
-    KeySpec("attention_bias", bool, False),
     KeySpec("mlp_bias", bool, False, optional=True),
     KeySpec("sliding_window", (int, type(None))),
     KeySpec("layer_types", list),
@@ -216,9 +218,7 @@ class Speculators(Dialect):
         layers = config[LAYERS]
         if self.nested_problems(layers):
             return []  # reported already
-        problems = size_problems(layers, target, "hidden_size")
-        longest = [p for p in problems if p.startswith("max_position_embeddings")]
-        return [p for p in problems if p not in longest] + longest
+        return size_problems(layers, target, TARGET_SIZES)
 
     def flat(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The nested config with ``draft_vocab_size`` beside it."""
@@ -304,7 +304,7 @@ def proposal(head: Drafter, kind: str) -> dict[str, Any]:
 
 def verifier_name(head: Drafter) -> str:
     """The target's hub id, or its folder: programs load it by this name."""
-    recorded, folder = head.config.target_name or head.target.name, Path(head.target.name)
+    recorded, folder = public_name(head), Path(head.target.name)
     return str(folder.resolve()) if "/" not in recorded and folder.is_dir() else recorded
 
 

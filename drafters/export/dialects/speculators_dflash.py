@@ -40,7 +40,7 @@ from drafters.export.dialects.speculators import (
 from drafters.export.fields import (
     MARKS,
     OFFSETS,
-    output_refusals,
+    logit_refusals,
     vocab_specs,
     vocab_state,
     vocab_tensors,
@@ -77,7 +77,7 @@ class SpeculatorsDFlash(Speculators):
 
     def refusals(self, head: Drafter) -> list[str]:
         """Windows that differ in more than being there, too."""
-        found = super().refusals(head) + output_refusals(head)
+        found = super().refusals(head) + logit_refusals(head)
         if len(_windows(head)) > 1:
             found.append(
                 "layers with a window: this form has one window for all of them, and all are "

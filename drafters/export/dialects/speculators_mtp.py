@@ -32,7 +32,7 @@ from drafters.export.dialects.speculators import (
     Speculators,
     layer_options,
 )
-from drafters.export.fields import llama_layer, output_refusals
+from drafters.export.fields import llama_layer, logit_refusals
 from drafters.target import TargetModel
 
 PREFIX, OURS = "mtp_layers.0.", "mtp.0."
@@ -64,7 +64,7 @@ class SpeculatorsMtp(Speculators):
                 "its modules came with the target: write them back into the target's checkpoint "
                 "(a mtp dialect does), from which speculators converts them"
             ]
-        return super().refusals(head) + output_refusals(head)
+        return super().refusals(head) + logit_refusals(head)
 
     def only(self, head: Drafter) -> dict[str, Any]:
         """One module with one Qwen3 layer, fed back behind its norm."""

@@ -47,17 +47,24 @@ def _features(config: Config) -> int:
 
 
 def _eagle3_parameters(config: Config, target: TargetModel) -> list[TensorSpec]:
-    found = eagle3_parameters(config, _features(config), hidden_norms=True)
+    read = {**config, "fc_norm": _norms_each(config)}
+    found = eagle3_parameters(read, _features(config), hidden_norms=True)
     if config.get("bias"):
         found.append(TensorSpec("model.fc.bias", (config["hidden_size"],)))
-    whole = config["draft_vocab_size"] in (None, config["vocab_size"])
-    reduced = config["draft_vocab_size"] or config["vocab_size"]
-    head = TensorSpec(
-        "lm_head.weight",
-        (reduced, config["hidden_size"]),
-        optional=config["draft_vocab_size"] is None,
-    )
-    return [*found, head, TensorSpec("hot_token_id", (reduced,), "int64", optional=whole)]
+    reduced = config["draft_vocab_size"]
+    if reduced is None:  # the target's output matrix takes the place of one in the file
+        return found
+    whole = reduced == config["vocab_size"]
+    return [
+        *found,
+        TensorSpec("lm_head.weight", (reduced, config["hidden_size"])),
+        TensorSpec("hot_token_id", (reduced,), "int64", optional=whole),
+    ]
+
+
+def _norms_each(config: Config) -> bool:
+    """Whether every feature is normed by itself."""
+    return bool(config.get("fc_norm") or config.get("use_aux_norm"))
 
 
 def _eagle3_refuses(config: Config, target: TargetModel) -> list[str]:
@@ -85,7 +92,7 @@ def _eagle3_reads(config: Config, target: TargetModel) -> Reading:
         "feature_layers": layers if used else (),
         "norm_before_residual": False,
         "norm_before_fc": norm_before_fc(config),
-        "fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")),
+        "fc_norm": _norms_each(config),
         "norm_output": bool(config.get("norm_output")),
         "own_embedding": False,
         "draft_vocab_size": config["draft_vocab_size"] or config["vocab_size"],

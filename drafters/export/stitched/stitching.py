@@ -4,7 +4,7 @@ Engines have no draft file for MTP: they look for the modules among the target's
 this writes a whole copy of the target's folder. Files without modules are copied as they are, files
 with some are rewritten without them (loaders of vLLM and SGLang read every tensor of every file, so
 that an old module left there would come over the new one), and one new file and a new index follow.
-The target's own model card stays.
+The target's own model card stays; what is to be said of the modules is in ``HEADWAY.md``.
 """
 
 import shutil
@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.export.card import BESIDE, CardFacts, CardForm, write_card
 from drafters.export.dialect import TensorSpec, tensor_problems
 from drafters.export.folder import (
     CONFIG,
@@ -30,8 +31,13 @@ from drafters.export.folder import (
     write_json,
     write_tensors,
 )
-from drafters.export.golden import GOLDEN, check_golden, golden_inputs, golden_logits, write_golden
-from drafters.export.serving import serving_line
+from drafters.export.golden import (
+    GOLDEN,
+    check_golden,
+    check_same_logits,
+    golden_difference,
+    write_golden,
+)
 from drafters.export.stitched.checkpoint import (
     INDEX,
     Checkpoint,
@@ -86,6 +92,7 @@ def stitch(
     folder: str | Path,
     form: Form,
     provenance: Mapping[str, Any] | None = None,
+    facts: CardFacts | None = None,
 ) -> Export:
     """Write a copy of the target's checkpoint with the head in it, and read the head back.
 
@@ -94,6 +101,7 @@ def stitch(
         folder: where to; an export that is already there is replaced, anything else is refused.
         form: of the target's modules.
         provenance: versions, commit and command line, for the record.
+        facts: for the card.
 
     Raises:
         ExportError: the head is not of that kind, the target's files cannot hold it, or the folder
@@ -106,16 +114,19 @@ def stitch(
     if (there := _form_in(checkpoint)) not in (None, form):
         assert there is not None
         raise ExportError(f"the target keeps its modules in another form: use --to {there.name}")
-    old = own_names(checkpoint, form)
+    old, left_out = own_names(checkpoint, form), _left_out(head)
+    notes = tuple(serving_notes(head, form, checkpoint))
+    card = CardForm(form.name, served(head, form), {}, notes, left_out, inside=True)
     tensors = module_tensors(head.mtp.state_dict(), head.target.num_layers, checkpoint, form)
     with publish(Path(folder)) as temporary:
         places = _copy_target(checkpoint, set(old), temporary)
         write_tensors(tensors, temporary / ADDED, {"format": "pt"})
         write_index(temporary, {**places, **dict.fromkeys(tensors, ADDED)})
         write_json(_counted(checkpoint.config, head), temporary / CONFIG)
-        record = manifest(head, form.name, tensors, _left_out(head), provenance)
+        record = manifest(head, form.name, tensors, left_out, provenance)
         write_json(record | {"norm_output": head.config.norm_output}, temporary / MANIFEST)
-        _read_back(head, form, temporary)
+        write_card(head, temporary, Path(folder).name, card, facts)
+        again = _read_back(head, form, temporary)
         size = folder_bytes(temporary)
     return Export(
         folder=Path(folder),
@@ -123,27 +134,27 @@ def stitch(
         served=served(head, form),
         num_tensors=len(tensors),
         bytes=size,
-        left_out=_left_out(head),
-        notes=(*serving_notes(head, form, checkpoint), *_commands(head, form, Path(folder))),
+        difference=golden_difference(head, again),
+        card=card.card,
+        left_out=left_out,
+        notes=notes,
     )
-
-
-def _commands(head: MtpDrafter, form: Form, folder: Path) -> list[str]:
-    """How engines serve the folder."""
-    place = str(folder)
-    found = (serving_line(engine, head, {}, place, place) for engine in served(head, form))
-    return ["serve it with: " + line.replace("\\\n    ", "") for line in found if line is not None]
 
 
 def target_checkpoint(target: TargetModel) -> Checkpoint:
     """The files that a target was loaded from.
 
     Raises:
-        ExportError: they are not safetensors, or are quantised.
+        ExportError: they are not safetensors, are quantised, or the card's name is taken.
     """
     place = str(target.model.config.name_or_path)
     folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place))
     checkpoint = open_checkpoint(folder)
+    if (folder / BESIDE).is_file() and not (folder / MANIFEST).is_file():
+        raise ExportError(
+            f"{place} holds a {BESIDE} that Headway did not write, and its own card has that name: "
+            "rename it"
+        )
     if "quantization_config" in checkpoint.config:
         raise ExportError(
             f"{place} is quantised, and engines would read the modules as quantised too: stitch "
@@ -155,7 +166,7 @@ def target_checkpoint(target: TargetModel) -> Checkpoint:
 def _copy_target(checkpoint: Checkpoint, old: set[str], out: Path) -> dict[str, str]:
     """Copy everything but old modules; returns the file of every tensor."""
     shards = set(checkpoint.places.values())
-    ours = {INDEX, CONFIG, MANIFEST, GOLDEN, ADDED}
+    ours = {INDEX, CONFIG, MANIFEST, GOLDEN, ADDED, BESIDE}
     for entry in checkpoint.folder.iterdir():
         if entry.name in shards | ours or entry.name.startswith("."):
             continue
@@ -190,18 +201,18 @@ def _left_out(head: MtpDrafter) -> tuple[str, ...]:
     return tuple(sorted(name for name in head.state_dict() if not name.startswith("mtp.")))
 
 
-def _read_back(head: MtpDrafter, form: Form, folder: Path) -> None:
+def _read_back(head: MtpDrafter, form: Form, folder: Path) -> MtpDrafter:
     """Write golden logits, and see that everything that was written comes back."""
+    _check_index(open_checkpoint(folder), form)
     again = read_stitched(folder, head.target, form)
     mine, theirs = head.mtp.state_dict(), again.mtp.state_dict()
     if differing := [name for name in mine if not torch.equal(mine[name], theirs[name])]:
         raise ExportError(f"{differing[0]} reads back differently")
     write_golden(again, folder)
-    check_stitched(folder, head.target, form)
+    check_golden(again, folder)
     if head.draft_vocab is None:
-        inputs = golden_inputs(head)
-        if not torch.equal(golden_logits(head, inputs), golden_logits(again, inputs)):
-            raise ExportError("the head read back gives other logits than the head written")
+        check_same_logits(head, again)
+    return again
 
 
 def read_stitched(
@@ -252,12 +263,20 @@ def check_stitched(folder: str | Path, target: TargetModel, form: Form) -> dict[
     """
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
-    problems = index_problems(checkpoint) or _count_problems(checkpoint, form)
-    if problems:
-        raise ExportError(f"{folder}: " + "; ".join(problems))
+    _check_index(checkpoint, form)
     raw = _modules(checkpoint, target, form)
     read_stitched(folder, target, form)
     return raw
+
+
+def _check_index(checkpoint: Checkpoint, form: Form) -> None:
+    """Index and config.json against the files.
+
+    Raises:
+        ExportError: naming every contradiction.
+    """
+    if problems := index_problems(checkpoint) or _count_problems(checkpoint, form):
+        raise ExportError(f"{checkpoint.folder}: " + "; ".join(problems))
 
 
 def _modules(checkpoint: Checkpoint, target: TargetModel, form: Form) -> dict[str, Tensor]:

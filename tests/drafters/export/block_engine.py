@@ -19,11 +19,11 @@ from torch.nn.functional import rms_norm, silu
 from drafters import Drafter
 from drafters.block import DFlashDrafter
 from drafters.export.dialect import Dialect
-from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.folder import MANIFEST
 from drafters.export.golden import GOLDEN
 from drafters.layers import repeat_heads, rotate
 from inference.proposers.context_cache import ContextCache
+from tests.drafters.export.written import engine_parameters
 
 CONTEXT = 9  # S: more than the windows of the tests
 

@@ -42,7 +42,7 @@ def test_a_target_with_scaled_logits_is_refused(target: TargetModel, tmp_path: P
     other = tiny_target(dtype=torch.float32)
     head = make_head(other)
     other.config.logit_scale = 0.5
-    with pytest.raises(ExportError, match="'tiny' scales or caps its logits"):
+    with pytest.raises(ExportError, match="'tiny' scales, caps or shifts its logits"):
         write_as("dflash", head, tmp_path / "head")
 
 

@@ -1,32 +1,20 @@
-"""EAGLE-3 for vLLM's native loader: what is written, what is read, what vLLM computes with it."""
+"""EAGLE-3 for vLLM's native loader: what is written, and what vLLM computes with it."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
-from drafters import Eagle3Drafter, TargetModel, build_drafter
-from drafters.export import (
-    ExportError,
-    check_as,
-    dialect_of,
-    golden_inputs,
-    golden_logits,
-    read_as,
-    read_head,
-    write_as,
-)
+from drafters import TargetModel
+from drafters.export import ExportError, dialect_of, read_as, read_head, write_as
 from drafters.export.dialects.eagle3_vllm import VLLM
-from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
 from drafters.vocab import from_offsets
 from inference.proposers.context_cache import ContextCache
 from tests.drafters.export.vllm_engine import IDS, VllmEngine, chain, golden_texts
+from tests.drafters.export.written import Written, eagle3, engine_parameters, logits
 from tests.tiny import tiny_target
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}
@@ -52,54 +40,9 @@ def target() -> TargetModel:
     return tiny_target(dtype=torch.float32)
 
 
-def make_head(target: TargetModel, **options: Any) -> Eagle3Drafter:
-    """A head whose every tensor, norms included, is random."""
-    head = build_drafter("eagle3", target, **{"feature_layers": [1, 3, 5], **options})
-    assert isinstance(head, Eagle3Drafter)
-    generator = torch.Generator().manual_seed(1)
-    head.set_draft_vocab(torch.randint(100, (target.vocab_size,), generator=generator))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return head
-
-
-def logits(head: Any) -> Tensor:
-    return golden_logits(head, golden_inputs(head))
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-class Folder:
-    """A written folder, to be changed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.config = path, config_of(path)
-        self.tensors = load_file(path / "model.safetensors")
-
-    def save(self, foreign: bool = False) -> Path:
-        """As ours, or without the records that another trainer's folder does not have."""
-        save_file(
-            {name: tensor.contiguous().clone() for name, tensor in self.tensors.items()},
-            self.path / "model.safetensors",
-        )
-        (self.path / "config.json").write_text(json.dumps(self.config))
-        for name in ("export.json", "golden.logits") if foreign else ():
-            (self.path / name).unlink()
-        return self.path
-
-
-@pytest.fixture
-def folder(target: TargetModel, tmp_path: Path) -> Folder:
-    write_as("vllm", make_head(target, draft_vocab_size=40), tmp_path / "head")
-    return Folder(tmp_path / "head")
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_head_comes_back_the_same(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = eagle3(target, **VARIANTS[name])
     write_as("vllm", head, tmp_path / "head")
     (tmp_path / "head" / "export.json").unlink()
     assert dialect_of(tmp_path / "head") is VLLM
@@ -114,7 +57,7 @@ def test_a_head_comes_back_the_same(target: TargetModel, tmp_path: Path, name: s
 
 
 def loaded(folder: Path, target: TargetModel) -> VllmEngine:
-    config, tensors = config_of(folder), check_folder(folder, target, VLLM)
+    config, tensors = Written(folder).config, check_folder(folder, target, VLLM)
     parameters = engine_parameters(VLLM, config, tensors)
     if "d2t" in tensors:
         parameters["draft_id_to_target_id"] = tensors["d2t"]
@@ -123,7 +66,7 @@ def loaded(folder: Path, target: TargetModel) -> VllmEngine:
 
 @pytest.mark.parametrize("name", [n for n, o in VARIANTS.items() if "sliding_window" not in o])
 def test_vllm_computes_the_same_logits(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = eagle3(target, **VARIANTS[name])
     write_as("vllm", head, tmp_path / "head")
     engine = loaded(tmp_path / "head", target)
     found = chain(engine)
@@ -135,7 +78,7 @@ def test_vllm_computes_the_same_logits(target: TargetModel, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", [n for n, o in VARIANTS.items() if "sliding_window" in o])
 def test_vllm_has_the_same_window(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = eagle3(target, **VARIANTS[name])
     write_as("vllm", head, tmp_path / "head")
     engine = loaded(tmp_path / "head", target)
     features, tokens = golden_texts(engine.config, 1)
@@ -155,7 +98,7 @@ def test_vllm_has_the_same_window(target: TargetModel, tmp_path: Path, name: str
 
 
 def test_what_is_written(target: TargetModel, tmp_path: Path) -> None:
-    head = make_head(
+    head = eagle3(
         target,
         num_layers=2,
         qk_norm=True,
@@ -167,7 +110,7 @@ def test_what_is_written(target: TargetModel, tmp_path: Path) -> None:
     write_as("vllm", head, tmp_path / "head")
     tensors, config = (
         load_file(tmp_path / "head" / "model.safetensors"),
-        config_of(tmp_path / "head"),
+        Written(tmp_path / "head").config,
     )
     layers = {
         f"layers.{index}.{name}.weight": shape
@@ -258,14 +201,14 @@ def test_engines_and_notes(
     engines: tuple[str, ...],
     words: list[str],
 ) -> None:
-    export = write_as("vllm", make_head(target, **options), tmp_path / "head")
+    export = write_as("vllm", eagle3(target, **options), tmp_path / "head")
     assert export.served == engines
     assert len(export.notes) == len(words)
     assert all(any(word in note for note in export.notes) for word in words)
 
 
 def test_half_precision_and_embeddings(target: TargetModel, tmp_path: Path) -> None:
-    head = make_head(target, draft_vocab_size=40).bfloat16()
+    head = eagle3(target, draft_vocab_size=40).bfloat16()
     write_as("vllm", head, tmp_path / "head", with_embeddings=True)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert torch.equal(tensors["embed_tokens.weight"], target.embedding.weight.bfloat16())
@@ -275,15 +218,17 @@ def test_half_precision_and_embeddings(target: TargetModel, tmp_path: Path) -> N
 
 
 def test_an_embedding_of_its_own_is_not_overwritten(target: TargetModel, tmp_path: Path) -> None:
-    head = make_head(target, own_embedding=True)
+    head = eagle3(target, own_embedding=True)
     write_as("vllm", head, tmp_path / "head", with_embeddings=True)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert torch.equal(tensors["embed_tokens.weight"], head.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 40}, {"fc_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 40}, {"fc_norm": True}, {"norm_before_fc": True}]
+)
 def test_to_sglang_and_back(target: TargetModel, tmp_path: Path, options: dict[str, Any]) -> None:
-    head = make_head(target, **options)
+    head = eagle3(target, **options)
     write_as("sglang", head, tmp_path / "sglang")
     write_as("vllm", read_head(tmp_path / "sglang", target), tmp_path / "vllm")
     write_as("sglang", read_head(tmp_path / "vllm", target), tmp_path / "again")
@@ -292,18 +237,18 @@ def test_to_sglang_and_back(target: TargetModel, tmp_path: Path, options: dict[s
         assert one.read_bytes() == other.read_bytes(), name
 
 
-@pytest.mark.parametrize("option", ["norm_before_residual", "norm_before_fc", "own_embedding"])
+@pytest.mark.parametrize("option", ["norm_before_residual", "own_embedding"])
 def test_sglang_has_no_place_for_it(target: TargetModel, tmp_path: Path, option: str) -> None:
     with pytest.raises(ExportError, match=f"{option}=True"):
-        write_as("sglang", make_head(target, **{option: True}), tmp_path / "head")
+        write_as("sglang", eagle3(target, **{option: True}), tmp_path / "head")
 
 
 @pytest.mark.parametrize("name", ["sglang", "modelopt"])
 def test_stretched_rope_in_other_dialects(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, rope_extension=YARN)
+    head = eagle3(target, rope_extension=YARN)
     export = write_as(name, head, tmp_path / "head")
     assert "llama.cpp" not in export.served
-    folder = Folder(tmp_path / "head")
+    folder = Written(tmp_path / "head")
     del folder.config["rope_parameters"]
     again = read_as(name, folder.save(foreign=True), target)
     assert again.config.rope_extension == YARN
@@ -312,161 +257,4 @@ def test_stretched_rope_in_other_dialects(target: TargetModel, tmp_path: Path, n
 
 def test_biases_are_refused(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="attention_bias=True"):
-        write_as("vllm", make_head(target, attention_bias=True), tmp_path / "head")
-
-
-# Heads of other trainers --------------------------------------------------------------------------
-
-MINIMAL = (
-    "architectures",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-    "model_type",
-    IDS,
-)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Eagle3LlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle3"]
-)
-def test_a_minimal_config(target: TargetModel, folder: Folder, architecture: str) -> None:
-    wanted = logits(read_head(folder.path, target))
-    folder.config = {key: folder.config[key] for key in MINIMAL}
-    folder.config["architectures"] = [architecture]
-    again = read_head(folder.save(foreign=True), target)
-    assert dialect_of(folder.path) is VLLM
-    assert torch.equal(logits(again), wanted)
-
-
-def test_other_names_of_the_same_tensors(target: TargetModel, folder: Folder) -> None:
-    wanted = logits(read_head(folder.path, target))
-    names = {"d2t": "draft_id_to_target_id", "lm_head.weight": "lm_head.weight"}
-    folder.tensors = {
-        names.get(name, f"model.{name.replace('layers.0.', 'midlayer.')}"): tensor
-        for name, tensor in folder.tensors.items()
-        if name != "t2d"
-    }
-    assert torch.equal(logits(read_as("vllm", folder.save(foreign=True), target)), wanted)
-
-
-def test_a_normed_residual_with_sglang_s_names_is_vllm_s(
-    target: TargetModel, tmp_path: Path
-) -> None:
-    head = make_head(target, norm_before_residual=True)
-    write_as("vllm", head, tmp_path / "head")
-    folder = Folder(tmp_path / "head")
-    folder.tensors = {n.replace("layers.0.", "midlayer."): t for n, t in folder.tensors.items()}
-    again = read_head(folder.save(foreign=True), target)
-    assert again.config.norm_before_residual
-    assert torch.equal(logits(again), logits(head))
-
-
-def test_an_output_matrix_that_is_missing_is_the_target_s(
-    target: TargetModel, tmp_path: Path
-) -> None:
-    head = make_head(target)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight)
-    write_as("vllm", head, tmp_path / "head")
-    folder = Folder(tmp_path / "head")
-    del folder.tensors["lm_head.weight"]
-    assert torch.equal(logits(read_head(folder.save(), target)), logits(head))
-
-
-def test_nested_layer_ids_alone_are_outputs(target: TargetModel, folder: Folder) -> None:
-    del folder.config[IDS]
-    assert read_head(folder.save(foreign=True), target).feature_layers == (1, 3, 5)
-    folder.config["eagle_config"] = {}
-    assert read_head(_saved(folder), target).feature_layers == (0, 3, 5)  # vLLM's, squeezed
-
-
-def _saved(folder: Folder) -> Path:
-    (folder.path / "config.json").write_text(json.dumps(folder.config))
-    return folder.path
-
-
-# What an engine would not tell --------------------------------------------------------------------
-
-
-def nest(**changes: Any) -> Callable[[Folder], object]:
-    return lambda folder: folder.config["eagle_config"].update(changes)
-
-
-def put(**changes: Any) -> Callable[[Folder], object]:
-    return lambda folder: folder.config.update(changes)
-
-
-def drop(name: str) -> Callable[[Folder], object]:
-    return lambda folder: folder.tensors.pop(name)
-
-
-def turn(name: str) -> Callable[[Folder], object]:
-    return lambda folder: folder.tensors.update({name: folder.tensors[name].T})
-
-
-FAULTS: dict[str, tuple[Callable[[Folder], object], str]] = {
-    "missing tensor": (drop("layers.0.hidden_norm.weight"), "missing tensor layers.0.hidden_norm"),
-    "missing map": (drop("d2t"), "missing tensor d2t: draft_vocab_size is below vocab_size"),
-    "transposed": (turn("fc.weight"), r"fc.weight has shape \[96, 32\].* its transpose"),
-    "layer ids": (put(**{IDS: [0, 2, 4]}), "layer ids disagree: .* one higher"),
-    "unsorted": (put(**{IDS: [5, 3, 1]}), "must be increasing"),
-    "number of layers": (put(num_aux_hidden_states=4), "num_aux_hidden_states is 4 for 3 layers"),
-    "no features": (nest(use_aux_hidden_state=False), "use_aux_hidden_state must be true"),
-    "switch twice": (nest(norm_before_fc=True), "norm_before_fc is False but eagle_config"),
-    "switch without tensor": (
-        lambda f: (put(norm_before_fc=True)(f), nest(norm_before_fc=True)(f)),
-        "missing tensor input_norm.weight",
-    ),
-    "two norms": (
-        lambda f: (put(norm_before_fc=True, fc_norm=True)(f), nest(norm_before_fc=True)(f)),
-        "fc_norm and norm_before_fc are both set",
-    ),
-    "architecture": (
-        put(architectures=["LlamaForCausalLMEagle"]),
-        "architectures .* not supported",
-    ),
-    "class": (put(model_type="qwen3"), "architectures .* model_type 'qwen3'"),
-    "bias": (put(attention_bias=True), "attention_bias must be False"),
-    "mlp bias": (put(mlp_bias=True), "mlp_bias must be False"),
-    "tied": (put(tie_word_embeddings=True), "tie_word_embeddings must be False"),
-    "rope": (
-        put(rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0}),
-        "rope_parameters: yarn RoPE needs a positive factor",
-    ),
-    "rope in one spelling": (
-        put(rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        "rope_scaling .* and rope_parameters .* disagree",
-    ),
-    "rope of another kind": (
-        put(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "rope_scaling: 'dynamic' RoPE is not supported",
-    ),
-    "width": (put(target_hidden_size=64), "hidden_size 32 is not target_hidden_size 64"),
-    "windows": (put(layer_types=["chunked_attention"]), "chunked_attention is not supported"),
-    "window": (put(layer_types=["sliding_attention"]), "sliding_window must be at least 2"),
-    "quantized": (put(quantization_config={"quant_method": "fp8"}), "quantized heads"),
-    "positions": (put(max_position_embeddings=64), "max_position_embeddings is 64"),
-    "vocabulary": (put(vocab_size=97), "vocab_size is 97 but the target has 96"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_named(target: TargetModel, folder: Folder, name: str) -> None:
-    change, message = FAULTS[name]
-    change(folder)
-    with pytest.raises(ExportError, match=message):
-        check_as("vllm", folder.save(), target)
-
-
-@pytest.mark.parametrize("key", VLLM.keys, ids=lambda spec: spec.name)
-def test_every_key_is_needed(target: TargetModel, folder: Folder, key: Any) -> None:
-    del folder.config[key.name]
-    with pytest.raises(ExportError, match=f"key {key.name} is missing"):
-        check_as("vllm", folder.save(), target)
+        write_as("vllm", eagle3(target, attention_bias=True), tmp_path / "head")

@@ -19,6 +19,7 @@ BLOCK = {"num_layers": 2}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "sglang", {}),
     ("eagle3", "sglang", {**REDUCED, "fc_norm": True, "norm_output": True}),
+    ("eagle3", "sglang", {**REDUCED, "norm_before_fc": True}),
     ("eagle3", "vllm", {**REDUCED, "norm_before_residual": True, "num_layers": 2}),
     ("eagle3", "vllm", {"norm_before_fc": True, "feature_layers": [1, 2, 3, 4]}),
     ("eagle3", "modelopt", REDUCED),
@@ -147,6 +148,26 @@ def test_switches_that_sglang_does_not_know(target: TargetModel, tmp_path: Path)
     assert faults(folder, head, "sglang") == [
         "norm_before_residual: the engine takes False from config.json, the head needs True"
     ]
+
+
+def test_an_older_sglang_has_no_norm_before_the_fusion(target: TargetModel, tmp_path: Path) -> None:
+    folder, head = written("eagle3", "sglang", target, tmp_path, norm_before_fc=True)
+    problems = engine_problems(folder.path, head)
+    older = [found for loader, found in problems.items() if loader.versions == ("0.5.12",)]
+    assert older == [
+        ["norm_before_fc: the engine takes False from config.json, the head needs True"]
+    ]
+
+
+def test_sglang_does_not_load_an_output_matrix_beside_no_draft_vocabulary(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    folder, head = written("eagle3", "sglang", target, tmp_path)
+    folder.config["draft_vocab_size"] = None
+    assert "lm_head.weight is ignored without a word" in faults(folder, head, "sglang")[0]
+    assert faults(folder, head, "vllm") == []
+    del folder.tensors["lm_head.weight"]
+    assert faults(folder, head, "sglang") == []
 
 
 def test_a_vocabulary_map_that_is_missing(target: TargetModel, tmp_path: Path) -> None:

@@ -352,10 +352,3 @@ def test_violations_are_named(violation: str, target: TargetModel, tmp_path: Pat
     folder.save()
     with pytest.raises(ExportError, match=message):
         check_folder(folder.path, target, HYDRA)
-
-
-def test_every_key_is_required(target: TargetModel, tmp_path: Path) -> None:
-    config = written(target, tmp_path / "head").config
-    for key in [spec.name for spec in HYDRA.keys]:
-        with pytest.raises(ExportError, match=f"key {key} is missing"):
-            HYDRA.check_config({k: v for k, v in config.items() if k != key})

@@ -410,12 +410,3 @@ def test_violations_of_vllms_form_are_named(
     folder.save()
     with pytest.raises(ExportError, match=message):
         check_folder(folder.path, target, VLLM_MEDUSA)
-
-
-@pytest.mark.parametrize("dialect", [OFFICIAL_MEDUSA, VLLM_MEDUSA], ids=lambda d: d.name)
-def test_every_key_is_required(dialect: Any) -> None:
-    dialect.check_config(CONFIGS[dialect.name])
-    for key in [spec.name for spec in dialect.keys]:
-        config = {name: value for name, value in CONFIGS[dialect.name].items() if name != key}
-        with pytest.raises(ExportError, match=f"key {key} is missing"):
-            dialect.check_config(config)

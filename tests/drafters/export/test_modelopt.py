@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from drafters import TargetModel
 from drafters.export import ExportError, check_as, dialect_of, read_as, read_head, write_as
 from drafters.export.dialects.modelopt import MODELOPT
-from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
-from tests.drafters.export.test_eagle3_vllm import Folder, config_of, logits, make_head
 from tests.drafters.export.vllm_engine import IDS, VllmEngine, chain
+from tests.drafters.export.written import Written, eagle3, engine_parameters, logits
 from tests.tiny import tiny_target
 
 ALLOWED = {
@@ -38,16 +37,16 @@ def target() -> TargetModel:
 
 
 @pytest.fixture
-def folder(target: TargetModel, tmp_path: Path) -> Folder:
-    write_as("modelopt", make_head(target, draft_vocab_size=40), tmp_path / "head")
-    return Folder(tmp_path / "head")
+def folder(target: TargetModel, tmp_path: Path) -> Written:
+    write_as("modelopt", eagle3(target, draft_vocab_size=40), tmp_path / "head")
+    return Written(tmp_path / "head")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_head_comes_back_and_engines_compute_the_same(
     target: TargetModel, tmp_path: Path, name: str
 ) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = eagle3(target, **VARIANTS[name])
     write_as("modelopt", head, tmp_path / "head")
     (tmp_path / "head" / "export.json").unlink()
     assert dialect_of(tmp_path / "head") is MODELOPT
@@ -59,14 +58,14 @@ def test_a_head_comes_back_and_engines_compute_the_same(
     wanted = {k: v for k, v in head.config.own_fields().items() if k not in kept}
     assert {k: v for k, v in again.config.own_fields().items() if k not in kept} == wanted
 
-    config = config_of(tmp_path / "head")
+    config = Written(tmp_path / "head").config
     tensors = check_folder(tmp_path / "head", target, MODELOPT)
     parameters = engine_parameters(MODELOPT, config, tensors)
     engine = VllmEngine(parameters, config, target.embedding.get_parameter("weight").detach())
     torch.testing.assert_close(chain(engine), logits(head), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_written(target: TargetModel, folder: Folder) -> None:
+def test_what_is_written(target: TargetModel, folder: Written) -> None:
     tensors = load_file(folder.path / "model.safetensors")
     assert {name.removesuffix(".weight") for name in tensors} == ALLOWED
     assert list(tensors["fc.weight"].shape) == [32, 96]
@@ -89,10 +88,10 @@ def test_what_is_written(target: TargetModel, folder: Folder) -> None:
 
 
 def test_engines_and_notes(target: TargetModel, tmp_path: Path) -> None:
-    export = write_as("modelopt", make_head(target), tmp_path / "head")
+    export = write_as("modelopt", eagle3(target), tmp_path / "head")
     assert export.served == ("tensorrt-llm", "vllm")
     assert "eagle3_layers_to_capture: [0, 2, 4]" in export.notes[0]
-    default = write_as("modelopt", make_head(target, feature_layers=[0, 3, 5]), tmp_path / "other")
+    default = write_as("modelopt", eagle3(target, feature_layers=[0, 3, 5]), tmp_path / "other")
     assert not any("eagle3_layers_to_capture" in note for note in default.notes)
 
 
@@ -111,10 +110,10 @@ def test_what_tensorrt_llm_does_not_have_is_refused(
     target: TargetModel, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ExportError, match=next(iter(options))):
-        write_as("modelopt", make_head(target, **options), tmp_path / "head")
+        write_as("modelopt", eagle3(target, **options), tmp_path / "head")
 
 
-def test_a_config_as_modelopt_writes_it(target: TargetModel, folder: Folder) -> None:
+def test_a_config_as_modelopt_writes_it(target: TargetModel, folder: Written) -> None:
     """Layer ids only nested, RoPE in its spelling, no switches."""
     wanted = logits(read_head(folder.path, target))
     ours = (IDS, "num_aux_hidden_states", "target_hidden_size", "layer_types", "sliding_window")
@@ -136,9 +135,9 @@ def test_a_config_as_modelopt_writes_it(target: TargetModel, folder: Folder) -> 
 
 
 def test_the_normed_output_by_its_nested_name(target: TargetModel, tmp_path: Path) -> None:
-    head = make_head(target, norm_output=True)
+    head = eagle3(target, norm_output=True)
     write_as("modelopt", head, tmp_path / "head")
-    folder = Folder(tmp_path / "head")
+    folder = Written(tmp_path / "head")
     del folder.config["norm_output"]
     again = read_head(folder.save(foreign=True), target)
     assert again.config.norm_output and torch.equal(logits(again), logits(head))
@@ -155,7 +154,7 @@ def test_the_normed_output_by_its_nested_name(target: TargetModel, tmp_path: Pat
     ],
 )
 def test_faults_of_the_nested_config(
-    target: TargetModel, folder: Folder, nested: dict[str, Any], message: str
+    target: TargetModel, folder: Written, nested: dict[str, Any], message: str
 ) -> None:
     folder.config["eagle_config"] |= nested
     with pytest.raises(ExportError, match=message):
@@ -172,7 +171,7 @@ def test_faults_of_the_nested_config(
     ],
 )
 def test_foreign_tensors_are_named(
-    target: TargetModel, folder: Folder, name: str, message: str
+    target: TargetModel, folder: Written, name: str, message: str
 ) -> None:
     folder.tensors[name] = torch.ones(2, 2)
     with pytest.raises(ExportError, match=message):

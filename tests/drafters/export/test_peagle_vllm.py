@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from drafters import TargetModel, build_drafter
 from drafters.block import choose_mask_token
@@ -14,18 +13,15 @@ from drafters.export import (
     ExportError,
     check_as,
     dialect_of,
-    golden_inputs,
-    golden_logits,
     read_as,
     read_head,
     write_as,
 )
 from drafters.export.dialects.peagle_vllm import VLLM_PEAGLE
-from drafters.export.dialects.sglang import engine_parameters
 from drafters.export.reading import check_folder
 from drafters.peagle import PEagleDrafter
-from tests.drafters.export.test_eagle3_vllm import Folder, config_of
 from tests.drafters.export.vllm_engine import VllmEngine, one_pass
+from tests.drafters.export.written import Written, engine_parameters, logits, make_head
 from tests.tiny import tiny_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -44,32 +40,22 @@ def target() -> TargetModel:
     return tiny_target(dtype=torch.float32)
 
 
-def make_head(target: TargetModel, **options: Any) -> PEagleDrafter:
-    """A head whose every tensor, norms included, is random."""
+def peagle(target: TargetModel, **options: Any) -> PEagleDrafter:
     options = {"feature_layers": [1, 3, 5], "num_drafts": 4, **options}
-    head = build_drafter("peagle", target, **options)
+    head = make_head("peagle", target, **options)
     assert isinstance(head, PEagleDrafter)
-    generator = torch.Generator().manual_seed(1)
-    head.set_draft_vocab(torch.randint(100, (target.vocab_size,), generator=generator))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return head
 
 
-def logits(head: Any) -> Tensor:
-    return golden_logits(head, golden_inputs(head))
-
-
 @pytest.fixture
-def folder(target: TargetModel, tmp_path: Path) -> Folder:
-    write_as("vllm-peagle", make_head(target, num_layers=1), tmp_path / "head")
-    return Folder(tmp_path / "head")
+def folder(target: TargetModel, tmp_path: Path) -> Written:
+    write_as("vllm-peagle", peagle(target, num_layers=1), tmp_path / "head")
+    return Written(tmp_path / "head")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_head_comes_back_the_same(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = peagle(target, **VARIANTS[name])
     write_as("vllm-peagle", head, tmp_path / "head")
     (tmp_path / "head" / "export.json").unlink()
     assert dialect_of(tmp_path / "head") is VLLM_PEAGLE
@@ -87,9 +73,9 @@ def test_a_head_comes_back_the_same(target: TargetModel, tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_vllm_computes_the_same_logits(target: TargetModel, tmp_path: Path, name: str) -> None:
-    head = make_head(target, **VARIANTS[name])
+    head = peagle(target, **VARIANTS[name])
     write_as("vllm-peagle", head, tmp_path / "head")
-    config = config_of(tmp_path / "head")
+    config = Written(tmp_path / "head").config
     tensors = check_folder(tmp_path / "head", target, VLLM_PEAGLE)
     engine = VllmEngine(engine_parameters(VLLM_PEAGLE, config, tensors), config, torch.zeros(0))
     found = one_pass(engine, config["n_predict"])
@@ -97,10 +83,10 @@ def test_vllm_computes_the_same_logits(target: TargetModel, tmp_path: Path, name
 
 
 def test_what_is_written(target: TargetModel, tmp_path: Path) -> None:
-    head = make_head(target, num_layers=2, draft_vocab_size=40)
+    head = peagle(target, num_layers=2, draft_vocab_size=40)
     export = write_as("vllm-peagle", head, tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
-    config = config_of(tmp_path / "head")
+    config = Written(tmp_path / "head").config
     mask = choose_mask_token(target)
     assert tensors["mask_hidden"].shape == (1, 1, 96)
     assert "mask_embedding" not in tensors
@@ -117,7 +103,7 @@ def test_what_is_written(target: TargetModel, tmp_path: Path) -> None:
     assert f"row {mask}" in export.notes[1]
 
 
-def test_another_trainer_s_file(target: TargetModel, folder: Folder) -> None:
+def test_another_trainer_s_file(target: TargetModel, folder: Written) -> None:
     """One key for the mask, the mask's feature flat, another name for the first layer."""
     wanted = logits(read_head(folder.path, target))
     for key in ("mask_token_id", "pard_token", "n_predict", "layer_types", "eagle_config"):
@@ -131,7 +117,7 @@ def test_another_trainer_s_file(target: TargetModel, folder: Folder) -> None:
     assert torch.equal(logits(again), wanted)
 
 
-def test_a_trained_embedding_is_kept(target: TargetModel, folder: Folder) -> None:
+def test_a_trained_embedding_is_kept(target: TargetModel, folder: Written) -> None:
     folder.tensors["embed_tokens.weight"][3] += 1
     again = read_head(folder.save(foreign=True), target)
     assert again.config.own_embedding
@@ -147,7 +133,7 @@ def test_a_trained_embedding_is_kept(target: TargetModel, folder: Folder) -> Non
     ],
 )
 def test_faults_are_named(
-    target: TargetModel, folder: Folder, changes: dict[str, Any], message: str
+    target: TargetModel, folder: Written, changes: dict[str, Any], message: str
 ) -> None:
     folder.config |= changes
     with pytest.raises(ExportError, match=message):
@@ -156,7 +142,7 @@ def test_faults_are_named(
 
 @pytest.mark.parametrize("name", ["mask_hidden", "embed_tokens.weight"])
 def test_what_the_mask_needs_is_not_optional(
-    target: TargetModel, folder: Folder, name: str
+    target: TargetModel, folder: Written, name: str
 ) -> None:
     del folder.tensors[name]
     with pytest.raises(ExportError, match=f"missing tensor {name}"):
@@ -167,4 +153,4 @@ def test_only_peagle_heads(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="for peagle heads and this is a eagle3 head"):
         write_as("vllm-peagle", build_drafter("eagle3", target), tmp_path / "head")
     with pytest.raises(ExportError, match="for eagle3 heads and this is a peagle head"):
-        write_as("vllm", make_head(target), tmp_path / "head")
+        write_as("vllm", peagle(target), tmp_path / "head")

@@ -1,102 +1,35 @@
 """Native MTP modules stitched into a checkpoint: the target stays as it was, its modules do not."""
 
 import json
-import logging
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from drafters import TargetModel, build_drafter
-from drafters.export import (
-    ExportError,
-    check_as,
-    format_of,
-    golden_inputs,
-    golden_logits,
-    read_as,
-    read_head,
-    write_as,
-)
-from drafters.export.stitched.checkpoint import read_header
+from drafters.export import check_as, format_of, read_head, write_as
 from drafters.mtp import MtpDrafter
 from drafters.mtp_native import load_native_mtp
-from scripts import convert
-from scripts import export as export_script
+from tests.drafters.export.stitched import (
+    form,
+    is_module,
+    opened,
+    raw,
+    read_config,
+    saved,
+    tuned,
+)
+from tests.drafters.export.written import logits
 from tests.drafters.test_mtp_native import IDS, teach
-from tests.native_mtp import LAYERS, MODULES, load_checkpoint, save_checkpoint
-from tests.tiny import tiny_target
+from tests.native_mtp import LAYERS, MODULES, save_checkpoint
 from training.objectives import ObjectiveOptions, build_objective
 
-FORMS = {"deepseek_v3": "mtp-deepseek", "glm4_moe": "mtp-deepseek"}
+pytestmark = pytest.mark.usefixtures("quiet")
 THEIRS = [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 3), ("mellum", 1)]
 """What transformers itself can run."""
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reports the modules' tensors as unexpected in the target."""
-    for name in ("transformers.modeling_utils", "transformers.modeling_layers"):
-        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
-
-
-def saved(folder: Path, kind: str, modules: int = 1) -> TargetModel:
-    """A target in float32, from files."""
-    return opened(save_checkpoint(folder, kind, modules, dtype=torch.float32))
-
-
-def opened(folder: Path) -> TargetModel:
-    return load_checkpoint(folder, torch.float32)
-
-
-def tuned(target: TargetModel, **options: Any) -> MtpDrafter:
-    """The target's modules, moved away from where they were."""
-    head = load_native_mtp(target, **options)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return head
-
-
-def form(kind: str) -> str:
-    return FORMS.get(kind, "mtp-qwen")
-
-
-def raw(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Dtype, shape and bytes of every tensor of a folder, whatever file it is in."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for path in folder.glob("model*.safetensors"):
-        header, start = read_header(path)
-        content = path.read_bytes()
-        for name, entry in header.items():
-            assert name not in found, f"{name} is there twice"
-            first, last = entry["data_offsets"]
-            found[name] = (entry["dtype"], entry["shape"], content[start + first : start + last])
-    return found
-
-
-def is_module(name: str) -> bool:
-    return name.startswith("mtp.") or any(f"layers.{LAYERS + k}." in name for k in range(3))
-
-
-def logits(head: Any) -> Tensor:
-    return golden_logits(head, golden_inputs(head))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-# Writing and reading --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "modules"), MODULES)
@@ -236,14 +169,9 @@ def test_qwen3_next_counts_with_the_other_key(tmp_path: Path) -> None:
     export = write_as("mtp-qwen", tuned(saved(tmp_path / "target", "qwen3_next")), tmp_path / "out")
     assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 1
     assert export.served == ("vllm", "sglang")
-    vllm, sglang = export.notes[-2:]
-    assert vllm.startswith(f"serve it with: vllm serve {tmp_path / 'out'} --speculative-config")
-    assert '"method": "mtp", "num_speculative_tokens": 5' in vllm
-    assert f"--model-path {tmp_path / 'out'} --speculative-algorithm NEXTN --spec" in sglang
-    assert "draft-model-path" not in sglang
 
 
-# Other layouts of the target ------------------------------------------------------------------
+# Other layouts of the target ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5_text"])
@@ -314,272 +242,8 @@ def test_a_nested_config(tmp_path: Path) -> None:
     assert set(found) == set(nested)
 
 
-# What the file has no place for -----------------------------------------------------------------
-
-
-def test_the_stream_before_the_norm_is_remembered_and_said(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "deepseek_v3")
-    notes = {}
-    for norm_output in (True, False):
-        head = tuned(target, norm_output=norm_output)
-        export = write_as("mtp-deepseek", head, tmp_path / "out")
-        again = read_head(tmp_path / "out", target)
-        assert again.config.norm_output == norm_output
-        assert torch.equal(logits(again), logits(head))
-        notes[norm_output] = " ".join(export.notes)
-    assert "its normed output, as SGLang does; vLLM hands on" in notes[True]
-    assert "the stream before its norm, as vLLM does; SGLang hands on" in notes[False]
-
-
-def test_a_draft_vocabulary_and_a_confidence_output_are_left_out_and_said(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "glm4_moe")
-    head = tuned(target, draft_vocab_size=40, confidence_head=True)
-    head.set_draft_vocab(torch.arange(96))
-    head.config.tree = [[0], [0, 0]]
-    export = write_as("mtp-deepseek", head, tmp_path / "out")
-    assert export.left_out == ("confidence.proj.bias", "confidence.proj.weight", "draft_vocab")
-    said = " ".join(export.notes)
-    for part in ("reduced vocabulary", "confidence output", "fitted tree"):
-        assert part in said
-    again = read_head(tmp_path / "out", target)
-    assert torch.allclose(logits(again)[:, head.draft_vocab], logits(head), atol=1e-5)
-
-
-def test_several_modules_and_unknown_models_are_said(tmp_path: Path) -> None:
-    two = write_as("mtp-deepseek", tuned(saved(tmp_path / "a", "deepseek_v3", 2)), tmp_path / "two")
-    assert two.served == ("vllm",)
-    assert "SGLang runs one" in " ".join(two.notes)
-    other = write_as("mtp-qwen", tuned(saved(tmp_path / "b", "mellum")), tmp_path / "other")
-    assert other.served == ()
-    assert "no engine is known to have MTP code for 'mellum'" in " ".join(other.notes)
-
-
-def test_half_precision(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "glm4_moe")
-    head = tuned(target)
-    nn.Module.to(head, dtype=torch.bfloat16)
-    export = write_as("mtp-deepseek", head, tmp_path / "out")
-    assert "modules are written in bfloat16" in " ".join(export.notes)
-    again = read_as("mtp-deepseek", tmp_path / "out", target)
-    assert next(again.parameters()).dtype == torch.bfloat16
-    assert torch.equal(logits(again), logits(head))
-
-
-# Refused ----------------------------------------------------------------------------------------
-
-
-def test_modules_trained_from_scratch_are_served_by_nobody(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "glm4_moe")
-    head = build_drafter("mtp", target)
-    with pytest.raises(ExportError, match=r"No engine loads that.*Decode it with Headway"):
-        write_as("mtp-deepseek", head, tmp_path / "out")
-    with pytest.raises(ExportError, match="EAGLE-1 has neither norm"):
-        write_as("mtp-qwen", build_drafter("mtp", tiny_target(torch.float32)), tmp_path / "out")
-    export = write_as("native", head, tmp_path / "own")
-    assert "no engine serves MTP modules that were trained from scratch" in export.notes[0]
-    assert "mtp-deepseek" in write_as("native", tuned(target), tmp_path / "own").notes[0]
-
-
-def test_other_heads_forms_and_places(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "glm4_moe")
-    head = tuned(target)
-    with pytest.raises(ExportError, match="this is a medusa head"):
-        write_as("mtp-deepseek", build_drafter("medusa", target), tmp_path / "out")
-    with pytest.raises(ExportError, match="use --to mtp-deepseek"):
-        write_as("mtp-qwen", head, tmp_path / "out")
-    with pytest.raises(ExportError, match="with_embeddings has no effect"):
-        write_as("mtp-deepseek", head, tmp_path / "out", with_embeddings=True)
-    with pytest.raises(ExportError, match="is not an export"):
-        write_as("mtp-deepseek", head, tmp_path / "target")
-    nn.Module.to(head, dtype=torch.float64)
-    with pytest.raises(ExportError, match=r"do not load torch\.float64 heads"):
-        write_as("mtp-deepseek", head, tmp_path / "out")
-    unknown = saved(tmp_path / "mellum", "mellum")
-    with pytest.raises(ExportError, match="another form: use --to mtp-qwen"):
-        write_as("mtp-deepseek", tuned(unknown), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_quantised_target(tmp_path: Path) -> None:
-    target = saved(tmp_path / "target", "deepseek_v3")
-    head = tuned(target)
-    config = read_config(tmp_path / "target") | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ExportError, match="is quantised"):
-        write_as("mtp-deepseek", head, tmp_path / "out")
-
-
-# Damage -----------------------------------------------------------------------------------------
-
-
-class Edit:
-    """A stitched checkpoint, changed in place."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.added = folder / "model-mtp.safetensors"
-        self.tensors = load_file(self.added)
-
-    def save(self) -> None:
-        save_file(self.tensors, self.added)
-
-    def json(self, name: str, change: Callable[[dict[str, Any]], object]) -> None:
-        content = json.loads((self.folder / name).read_text())
-        change(content)
-        (self.folder / name).write_text(json.dumps(content))
-
-    def name(self, end: str) -> str:
-        return next(name for name in self.tensors if name.endswith(end))
-
-    def index(self, change: Callable[[dict[str, str]], object]) -> None:
-        self.json("model.safetensors.index.json", lambda content: change(content["weight_map"]))
-
-
-def put(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[Edit], None]:
-    def edit(folder: Edit) -> None:
-        name = folder.name(end)
-        folder.tensors[name] = change(folder.tensors[name].clone()).contiguous()
-        folder.save()
-
-    return edit
-
-
-def spoil(tensor: Tensor) -> Tensor:
-    tensor.view(-1)[3] = torch.nan
-    return tensor
-
-
-def drop_shard(edit: Edit) -> None:
-    (edit.folder / "model-00001-of-00002.safetensors").unlink()
-
-
-def cut(edit: Edit) -> None:
-    edit.added.write_bytes(edit.added.read_bytes()[:-64])
-
-
-def unlisted(edit: Edit) -> None:
-    edit.index(lambda places: places.pop(edit.name("enorm.weight")))
-
-
-def twice(edit: Edit) -> None:
-    path = edit.folder / "model-00001-of-00002.safetensors"
-    name = edit.name("enorm.weight")
-    save_file({**load_file(path), name: edit.tensors[name]}, path, metadata={"format": "pt"})
-
-
-def stranger(edit: Edit) -> None:
-    name = edit.name("enorm.weight").replace("enorm", "xnorm")
-    edit.tensors[name] = torch.ones(32)
-    edit.index(lambda places: places.update({name: edit.added.name}))
-    edit.save()
-
-
-def renamed(edit: Edit) -> None:
-    old = edit.name("hnorm.weight")
-    new = old.replace("hnorm", "norm")
-    edit.tensors[new] = edit.tensors.pop(old)
-    edit.index(lambda places: (places.pop(old), places.update({new: edit.added.name})))
-    edit.save()
-
-
-DAMAGE: dict[str, tuple[Callable[[Edit], None], str]] = {
-    "not finite": (put("eh_proj.weight", spoil), "eh_proj.weight holds values that are not finite"),
-    "never trained": (put("o_proj.weight", torch.zeros_like), "o_proj.weight is all zeros"),
-    "transposed": (
-        put("eh_proj.weight", lambda t: t.T),
-        r"eh_proj.weight has shape \[64, 32\], the config asks for \[32, 64\] \(that is its tr",
-    ),
-    "another embedding": (
-        put("embed_tokens.weight", lambda t: t + 1),
-        "embed_tokens.weight is not the target's",
-    ),
-    "another output matrix": (
-        put("shared_head.head.weight", torch.zeros_like),
-        "shared_head.head.weight is not the target's",
-    ),
-    "swapped halves": (
-        put("eh_proj.weight", lambda t: t.roll(32, dims=1)),
-        "logits of this head differ",
-    ),
-    "random weights": (put("mlp.gate.weight", torch.randn_like), "logits of this head differ"),
-    "missing shard": (drop_shard, "model-00001-of-00002.safetensors is missing"),
-    "cut short": (cut, "cut short"),
-    "not in the index": (unlisted, "enorm.weight, which the index puts nowhere"),
-    "in two files": (twice, "also holds .*enorm.weight, which the index puts elsewhere"),
-    "unknown tensor": (stranger, "unknown tensor model.layers.2.xnorm.weight"),
-    "renamed": (
-        renamed,
-        "unknown tensor model.layers.2.norm.weight; missing tensor model.layers.2.hnorm.weight",
-    ),
-    "wrong count": (
-        lambda edit: edit.json("config.json", lambda c: c.update(num_nextn_predict_layers=3)),
-        "num_nextn_predict_layers is 3 and the file has 1 modules",
-    ),
-    "no count": (
-        lambda edit: edit.json("config.json", lambda c: c.pop("num_nextn_predict_layers")),
-        "none of num_nextn_predict_layers, .* says how many modules",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def stitched(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path]:
-    folder = tmp_path_factory.mktemp("stitched")
-    target = saved(folder / "target", "glm4_moe")
-    write_as("mtp-deepseek", tuned(target), folder / "out")
-    return target, folder / "out"
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(stitched: tuple[TargetModel, Path], tmp_path: Path, name: str) -> None:
-    target, whole = stitched
-    shutil.copytree(whole, tmp_path / "out")
-    check_as("mtp-deepseek", tmp_path / "out", target)
-    change, message = DAMAGE[name]
-    change(Edit(tmp_path / "out"))
-    with pytest.raises(ValueError, match=message):
-        check_as("mtp-deepseek", tmp_path / "out", target)
-
-
-def test_another_target(stitched: tuple[TargetModel, Path], tmp_path: Path) -> None:
-    other = opened(save_checkpoint(tmp_path, "glm4_moe", seed=5, dtype=torch.float32))
-    with pytest.raises(ValueError, match="wrong target: weights"):
-        read_head(stitched[1], other)
-
-
-# The scripts ------------------------------------------------------------------------------------
-
-
-def test_the_scripts_stitch_check_and_take_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_checkpoint(tmp_path / "target", "qwen3_5_text", dtype=torch.float32)
-    target = TargetModel.load(str(folder))
-    write_as("native", tuned(target), tmp_path / "head")
-    common = ["--target", str(folder), "--device", "cpu"]
-    out = str(tmp_path / "out")
-    export_script.main([str(tmp_path / "head"), "--to", "mtp-qwen", "--out", out, *common])
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (record["format"], record["logits_equal"]) == ("mtp-qwen", True)
-    export_script.main([out, "--check", *common])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["golden"] < 1e-5
-    convert.main([out, "--to", "native", "--out", str(tmp_path / "back"), *common])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["logits_equal"]
-    with pytest.raises(ValueError, match="wrong target"):  # a released one has no record
-        read_head(tmp_path / "back", tiny_target(torch.float32))
-
-
 def test_a_released_checkpoint_is_a_head_as_it_is(tmp_path: Path) -> None:
     target = saved(tmp_path, "deepseek_v3", 2)
     assert format_of(tmp_path) == "mtp-deepseek"
     assert torch.equal(logits(read_head(tmp_path, target)), logits(load_native_mtp(target)))
     check_as("mtp-deepseek", tmp_path, target)
-
-
-def test_a_checkpoint_without_modules_is_no_head(tmp_path: Path) -> None:
-    target = saved(tmp_path, "glm4_moe", 0)
-    with pytest.raises(ExportError, match="no head of a known dialect"):
-        read_head(tmp_path, target)
-    with pytest.raises(ExportError, match="holds no MTP modules in the mtp-deepseek form"):
-        read_as("mtp-deepseek", tmp_path, target)
-    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), nn.Module)

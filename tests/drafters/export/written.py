@@ -1,6 +1,7 @@
 """Heads with random tensors, and written folders of any dialect, to be changed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters import Drafter, TargetModel, build_drafter
-from drafters.export import golden_inputs, golden_logits
+from drafters import Drafter, Eagle3Drafter, TargetModel, build_drafter
+from drafters.export import Dialect, golden_inputs, golden_logits
 from drafters.export.folder import MANIFEST
 from drafters.export.golden import GOLDEN
 
@@ -25,8 +26,31 @@ def make_head(family: str, target: TargetModel, **options: Any) -> Drafter:
     return head
 
 
+def eagle3(target: TargetModel, **options: Any) -> Eagle3Drafter:
+    """A random EAGLE-3 head."""
+    head = make_head("eagle3", target, **{"feature_layers": [1, 3, 5], **options})
+    assert isinstance(head, Eagle3Drafter)
+    return head
+
+
 def logits(head: Drafter) -> Tensor:
     return golden_logits(head, golden_inputs(head))
+
+
+def engine_parameters(
+    dialect: Dialect, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameters as an engine holds them, fused, with its own names.
+
+    Args:
+        dialect: that declares them.
+        config, tensors: of a checked file.
+    """
+    shards: dict[str, list[Tensor]] = {}
+    for spec in dialect.specs(config):
+        if spec.name in tensors and spec.kind == "float":
+            shards.setdefault(spec.parameter or spec.name, []).append(tensors[spec.name])
+    return {name: torch.cat(parts) for name, parts in shards.items()}
 
 
 def assert_same(again: Drafter, head: Drafter) -> None:
@@ -37,6 +61,11 @@ def assert_same(again: Drafter, head: Drafter) -> None:
     recorded = {"target_name": None, "target_fingerprint": None}
     assert {**again.config.own_fields(), **recorded} == {**head.config.own_fields(), **recorded}
     assert torch.equal(logits(again), logits(head))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of all files of a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 class Written:
