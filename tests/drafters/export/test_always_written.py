@@ -43,7 +43,7 @@ def wholes(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> dic
     return write_all(target, tmp_path_factory.mktemp("wholes"))
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", sorted(ALWAYS))
 def test_what_engines_have_other_defaults_for_is_always_written(
     name: str, wholes: dict[str, Path]
 ) -> None:
