@@ -1,10 +1,12 @@
 """The sections of `scripts.gpu_check` about tree attention.
 
+`agreement` compares the kernel with plain attention, `speed` takes its time, `against` that of the
+alternatives beside it, in a section of its own as one of them has a compiler at work.
+
 Sizes are those of a layer of Llama 3.1 8B. Letters: B batch, P committed tokens, N new tree rows,
 W words, C columns attended to, d dimension of a head.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -17,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from inference.kernels import kernel_refusal, tree_attention
 from inference.kernels.reference import AttentionOptions, cache_mask, masked_attention
+from scripts.gpu_check_timing import capture_for, copy_bandwidth, device_of, microseconds
 
 Row = dict[str, Any]
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -63,6 +66,7 @@ DRY_AGREEMENT = {
     "tree": Shape(2, 20, 5, (4, 2), 16),
     "everything": Shape(2, 20, 5, (4, 2), 16, 2, 9, 20.0, True),
 }
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPEED = [  # the size that the target is set for comes first, in case time runs out
     Shape(batch, prefix, rows)
     for batch, prefix in [(16, 8192), (1, 2048), (1, 8192), (4, 8192), (64, 2048), (1, 32768),
@@ -71,11 +75,7 @@ SPEED = [  # the size that the target is set for comes first, in case time runs 
     for rows in (16, 8, 64)
 ]  # fmt: skip
 DRY_SPEED = [Shape(2, 20, 3, (4, 2), 16)]
-
-
-def device_of(dry_run: bool) -> torch.device:
-    """Where a section runs."""
-    return torch.device("cpu" if dry_run else "cuda")
+RIVALS = ("SDPA µs", "SDPA grouped µs", "Flex µs")
 
 
 def random_tree(rows: int, seed: int) -> tuple[list[int], list[int]]:
@@ -130,25 +130,33 @@ def call(arguments: tuple[Any, ...]) -> Tensor:
     return tree_attention(q, keys, values, lengths, words, **vars(options))
 
 
-def agreement(dry_run: bool) -> Iterator[Row]:
-    """Kernel against plain attention; repeated, and replayed as a graph with other lengths."""
-    device = device_of(dry_run)
+def agreement(dry_run: bool, share: tuple[int, int] = (0, 1)) -> Iterator[Row]:
+    """Kernel against plain attention; repeated, and replayed as a graph with other lengths.
+
+    Args:
+        dry_run: tiny shapes on the CPU.
+        share: (k, n): every n-th case from the k-th on.
+    """
     cases = DRY_AGREEMENT if dry_run else AGREEMENT
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        for name, shape in cases.items():
-            arguments = tensors_of(shape, dtype, device, ragged=True)
-            row: Row = {"case": name, "dtype": str(dtype).removeprefix("torch.")}
-            refusal = None if dry_run else kernel_refusal(*arguments[:3])
-            if refusal is not None:
-                yield {**row, "not served": refusal}
-                continue
-            first, second = call(arguments), call(arguments)
-            row |= {"error": error_of(first, arguments), "tolerance": tolerance}
-            row["repeats"] = torch.equal(first, second)
-            row["graph"] = None if dry_run else replays_agree(arguments, tolerance)
-            right = row["error"] <= tolerance and row["repeats"] and row["graph"] is not False
-            yield {**row, "ok": right}
+    every = [(dtype, name, shape) for dtype in DTYPES for name, shape in cases.items()]
+    for dtype, name, shape in every[share[0] :: share[1]]:
+        yield {"case": name, "dtype": str(dtype).removeprefix("torch."),
+               **compared(shape, dtype, device_of(dry_run))}  # fmt: skip
+
+
+def compared(shape: Shape, dtype: torch.dtype, device: torch.device) -> Row:
+    """One case of `agreement`."""
+    arguments = tensors_of(shape, dtype, device, ragged=True)
+    refusal = kernel_refusal(*arguments[:3]) if device.type == "cuda" else None
+    if refusal is not None:
+        return {"not served": refusal}
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    first, second = call(arguments), call(arguments)
+    row: Row = {"error": error_of(first, arguments), "tolerance": tolerance}
+    row["repeats"] = torch.equal(first, second)
+    row["graph"] = replays_agree(arguments, tolerance)
+    row["ok"] = row["error"] <= tolerance and row["repeats"] and row["graph"]
+    return row
 
 
 def error_of(out: Tensor, arguments: tuple[Any, ...]) -> float:
@@ -160,58 +168,36 @@ def error_of(out: Tensor, arguments: tuple[Any, ...]) -> float:
 def replays_agree(arguments: tuple[Any, ...], tolerance: float) -> bool:
     """Whether a captured call follows lengths that change between its replays."""
     lengths = arguments[3]
-    run, out = captured(lambda: call(arguments))
+    run = capture_for(lengths.device, warm_ups=1)(lambda: call(arguments))
     agrees = True
     for factor in (1, 0.5, 0):
         lengths.copy_((lengths * factor).long())
-        run()
-        agrees = agrees and error_of(out, arguments) <= tolerance
+        agrees = error_of(run(), arguments) <= tolerance and agrees
     return agrees
 
 
-def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A CUDA graph's replay and the tensors that it writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function()
-    return graph.replay, out
+def speed(dry_run: bool) -> Iterator[Row]:
+    """The kernel by itself; bytes that have to move over copying's."""
+    device, dtype = device_of(dry_run), torch.float32 if dry_run else torch.bfloat16
+    bandwidth = copy_bandwidth(device)
+    yield {"B": "copy", "GB/s": bandwidth / 1e3}
+    for shape in DRY_SPEED if dry_run else SPEED:
+        inputs = inputs_of(shape, dtype, device)
+        time = microseconds([lambda a=a: call(a) for a in inputs], device)
+        needed = shape.cache_bytes(dtype) + 2 * inputs[0][0].nbytes  # and queries in, results out
+        yield {**size_of(shape), "kernel µs": time, "of copy": needed / time / bandwidth}
 
 
-def microseconds(calls: list[Callable[[], Any]], device: torch.device) -> float:
-    """Median time of one call, the calls taking turns; in a CUDA graph, so without launches."""
-
-    def all_of_them() -> None:
-        for function in calls:
-            function()
-
-    if device.type == "cpu":
-        all_of_them()
-        start = time.perf_counter()
-        all_of_them()
-        return (time.perf_counter() - start) / len(calls) * 1e6
-    run, _ = captured(all_of_them)
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times[1:])[3]
+def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[tuple[Any, ...]]:
+    """Arguments of calls that take turns."""
+    most = 1 if device.type == "cpu" else 32
+    turns = max(1, min(most, ROTATED_BYTES // shape.cache_bytes(dtype)))
+    return [tensors_of(shape, dtype, device, seed=turn) for turn in range(turns)]
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per microsecond, read and written, of a copy within the device's memory."""
-    size = 2**20 if device.type == "cpu" else 2**31
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / microseconds([lambda: target.copy_(source)], device)
+def size_of(shape: Shape) -> Row:
+    """The first columns of a table."""
+    return {"B": shape.batch, "P": shape.prefix, "N": shape.rows}
 
 
 def repeated(states: Tensor, groups: int) -> Tensor:
@@ -225,6 +211,18 @@ def sdpa(arguments: tuple[Any, ...], mask: Tensor) -> Tensor:
     columns, groups = mask.shape[-1], q.shape[1] // keys.shape[1]
     keys, values = (repeated(t[:, :, :columns], groups) for t in (keys, values))
     return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=options.scale)
+
+
+def grouped_sdpa(arguments: tuple[Any, ...], mask: Tensor) -> Tensor:
+    """The same without repeats: a key-value head's query heads become rows, as for the kernel."""
+    q, keys, values, *_, options = arguments
+    columns, groups = mask.shape[-1], q.shape[1] // keys.shape[1]
+    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, G · N, d)
+    keys, values = keys[:, :, :columns], values[:, :, :columns]
+    out = scaled_dot_product_attention(
+        rows, keys, values, attn_mask=mask.repeat(1, 1, groups, 1), scale=options.scale
+    )
+    return out.reshape(q.shape)
 
 
 def block_mask_of(arguments: tuple[Any, ...], columns: int) -> BlockMask:
@@ -250,41 +248,36 @@ def flex(arguments: tuple[Any, ...], mask: BlockMask, attend: Callable[..., Any]
     )  # fmt: skip
 
 
-def speed(dry_run: bool) -> Iterator[Row]:
-    """Kernel against SDPA with a mask and FlexAttention; bytes that have to move over copying's."""
-    device = device_of(dry_run)
-    dtype = torch.float32 if dry_run else torch.bfloat16
+def against(dry_run: bool) -> Iterator[Row]:
+    """The kernel, SDPA with a mask and FlexAttention, in turn at every size."""
+    device, dtype = device_of(dry_run), torch.float32 if dry_run else torch.bfloat16
     torch._dynamo.config.recompile_limit = 100  # beyond it FlexAttention would run uncompiled
     attend = flex_attention if dry_run else torch.compile(flex_attention, dynamic=True)
-    bandwidth = copy_bandwidth(device)
-    yield {"B": "copy", "GB/s": bandwidth / 1e3}
     for shape in DRY_SPEED if dry_run else SPEED:
-        cache_bytes = shape.cache_bytes(dtype)
-        turns = 1 if dry_run else max(1, min(32, ROTATED_BYTES // cache_bytes))
-        inputs = [tensors_of(shape, dtype, device, seed=turn) for turn in range(turns)]
-        columns = shape.prefix + shape.rows
-        row: Row = {"B": shape.batch, "P": shape.prefix, "N": shape.rows}
+        inputs = inputs_of(shape, dtype, device)
+        row: Row = size_of(shape)
         row["kernel µs"] = microseconds([lambda a=a: call(a) for a in inputs], device)
-        needed = cache_bytes + 2 * inputs[0][0].nbytes  # and queries in, results out
-        row["of copy"] = needed / row["kernel µs"] / bandwidth
-        row |= rivals(inputs, columns, attend, device)
-        times = [row[name] for name in ("SDPA µs", "Flex µs") if isinstance(row[name], float)]
-        row["fastest"] = len(times) > 0 and all(row["kernel µs"] < other for other in times)
+        row |= rivals(inputs, shape.prefix + shape.rows, attend, device)
+        times = [row[name] for name in RIVALS if isinstance(row[name], float)]
+        if times:
+            row["faster by"] = min(times) / row["kernel µs"]
         yield row
 
 
 def rivals(
     inputs: list[tuple[Any, ...]], columns: int, attend: Callable[..., Any], device: torch.device
 ) -> Row:
-    """Times of the two alternatives, or why there is none; masks are made beforehand."""
+    """Times of the alternatives, or why there is none; masks are made beforehand."""
     row: Row = {}
     _, _, _, lengths, words, options = inputs[0]
     mask = cache_mask(lengths, words, columns, options)[:, None]
     block_mask = block_mask_of(inputs[0], columns)
-    for name, function in {
-        "SDPA µs": lambda a: sdpa(a, mask),
-        "Flex µs": lambda a: flex(a, block_mask, attend),
-    }.items():
+    functions = (
+        lambda a: sdpa(a, mask),
+        lambda a: grouped_sdpa(a, mask),
+        lambda a: flex(a, block_mask, attend),
+    )
+    for name, function in zip(RIVALS, functions, strict=True):
         try:
             row[name] = microseconds([lambda a=a, f=function: f(a) for a in inputs], device)
         except Exception as error:  # out of memory, or its compiler has failed

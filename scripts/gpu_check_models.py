@@ -7,37 +7,28 @@ what it reads.
 Letters: B batch, P committed tokens, N tree nodes.
 """
 
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from drafters import Drafter, TargetModel, build_drafter
 from inference.proposers import TreeOptions, build_proposer
 from inference.sampling import SamplingParams
 from inference.static.cache import StaticCache
-from inference.static.draft_base import Committed
-from inference.static.draft_build import build_static_drafter
+from inference.static.decoding import DeviceEngine
 from inference.static.engine import StaticEngine
-from inference.static.graphs import WARM_UPS, Capture, CudaCapture, Replayed, called_each_time
-from inference.static.growth import DraftLaw
-from inference.static.laws import warpers_of
-from inference.static.rounds import Rounds, RoundState, Rule
+from inference.static.graphs import Graphs, Replayed
+from inference.static.rounds import Rounds
+from inference.static.size_costs import behind
 from inference.static.words import MOST_ROWS
-from inference.tree import Proposal
+from scripts.gpu_check_timing import capture_for, device_of
 
 SPARE = 1024
 """Tokens that there is room for behind a text."""
-REPEATS = 10
-"""Timings of which the median is taken."""
 LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -94,11 +85,16 @@ def random_head(target: TargetModel) -> Drafter:
     return head.to(target.dtype).eval().requires_grad_(False)
 
 
-def capture_for(device: torch.device, graphs: bool, warm_ups: int = WARM_UPS) -> Capture:
-    """Graphs of a memory pool of their own; on a CPU, or without graphs, calls."""
-    if not graphs or device.type == "cpu":
-        return called_each_time
-    return CudaCapture(device, "gpu_check: a part of a round", "that is a bug", warm_ups)
+def models(dry_run: bool) -> tuple[DeviceEngine, Drafter]:
+    """The engine on a random target of 8B, and a head."""
+    dtype = torch.float32 if dry_run else torch.bfloat16
+    target = random_target(TINY if dry_run else LLAMA_8B, dtype, device_of(dry_run))
+    return DeviceEngine(target, pack=False), random_head(target)
+
+
+def use_graphs(engine: StaticEngine, graphs: bool) -> None:
+    """Have the engine's forwards captured, or not."""
+    engine.graphs = Graphs(engine.run, capture_for(engine.shape.device, graphs))
 
 
 def filled_cache(engine: StaticEngine, batch: int, context: int) -> StaticCache:
@@ -126,57 +122,42 @@ def forward_of(
     )
 
 
-@dataclass(frozen=True)
-class Work:
-    """One kind of round: B, P, N, depth of the trees and their branching."""
-
-    batch: int
-    context: int
-    size: int
-    depth: int
-    top_k: int
-
-    @property
-    def options(self) -> TreeOptions:
-        """Of the trees."""
-        return TreeOptions(size=self.size, depth=self.depth, top_k=self.top_k, grown=True)
+def tree_of(size: int, depth: int, top_k: int) -> TreeOptions:
+    """Grown trees of so many nodes, levels and children of a node."""
+    return TreeOptions(size=size, depth=depth, top_k=top_k, grown=True)
 
 
 def rounds_of(
-    engine: StaticEngine, cache: StaticCache, head: Drafter, work: Work, graphs: bool
+    engine: DeviceEngine,
+    head: Drafter,
+    sizes: Sequence[TreeOptions],
+    texts: tuple[int, int],
+    graphs: bool = True,
 ) -> Rounds:
-    """Greedy rounds behind the texts of a cache, as `inference.static.decoding` makes them."""
-    device, batch = engine.shape.device, work.batch
-    state = RoundState.empty(batch, 0, device)
-    options = build_proposer(head, work.options).options
-    greedy = warpers_of([SamplingParams()] * batch, device)
-    vocab: Tensor | None = head.draft_vocab
-    law = DraftLaw(
-        Proposal.ONE_HOT, greedy, state.seeds, state.lengths, options.sharpness, vocab
-    )  # fmt: skip
-    capacity = cache.capacity - MOST_ROWS
-    drafter = build_static_drafter(head, options, law, capacity, max_depth=state.max_depth)
-    rule = Rule("match", greedy, vocab)
-    capture = capture_for(device, graphs, warm_ups=0) if graphs else None
-    rounds = Rounds(engine, cache, [drafter], state, rule, capture)
-    restarted(rounds, work.context)
+    """Greedy rounds of the engine that start behind texts of noise.
+
+    Args:
+        engine: of the target.
+        head: that drafts.
+        sizes: of trees, one for each kind of round.
+        texts: B and P.
+        graphs: capture them, where that is possible.
+    """
+    batch, context = texts
+    params = [SamplingParams()] * batch
+    rounds = engine.rounds_for(build_proposer(head), sizes, params, "match", 0, context + SPARE)
+    engine.forget(rounds)  # the next ones are new
+    rounds.cache.kv.normal_()
+    if not graphs:
+        rounds.capture = None
+    restarted(rounds, context)
     return rounds
 
 
 def restarted(rounds: Rounds, context: int) -> None:
-    """Put rounds behind texts of P tokens; buffers and graph stay."""
-    engine, drafter = rounds.engine, rounds.drafter
-    batch, rows, target = drafter.batch, drafter.new_rows, engine.target
-    device, wide = engine.shape.device, len(drafter.feature_layers) * target.hidden_size
-    new = Committed(
-        torch.zeros(batch, rows, dtype=torch.int64, device=device),
-        torch.ones(batch, dtype=torch.int64, device=device),
-        torch.randn(batch, rows, target.hidden_size, dtype=target.dtype, device=device),
-        torch.randn(batch, rows, wide, dtype=target.dtype, device=device) if wide else None,
-    )
-    for cache in drafter.caches:
-        cache.lengths.fill_(context - 1)
-    rounds.begin(new, [context] * batch, [SPARE] * batch)
+    """Put rounds behind texts of P tokens; buffers and graphs stay."""
+    behind(rounds, context)
+    rounds.state.remaining.fill_(SPARE)
 
 
 def parts_of(rounds: Rounds, graphs: bool) -> list[Callable[[], Any]]:
@@ -194,47 +175,3 @@ def parts_of(rounds: Rounds, graphs: bool) -> list[Callable[[], Any]]:
     settle = capture_for(device, graphs, 0)(lambda: rounds.settle(verified))
     settle()
     return [draft, verify, settle]
-
-
-def milliseconds(parts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Median time on the device of each part, all run in turn; a first time does not count."""
-    found: list[list[float]] = [[] for _ in parts]
-    for repeat in range(REPEATS + 1):
-        times = _cpu_times(parts) if device.type == "cpu" else _cuda_times(parts)
-        if repeat:
-            for place, each in enumerate(times):
-                found[place].append(each)
-    return [statistics.median(each) for each in found]
-
-
-def _cpu_times(parts: list[Callable[[], Any]]) -> list[float]:
-    marks = [time.perf_counter()]
-    for part in parts:
-        part()
-        marks.append(time.perf_counter())
-    return [(end - start) * 1e3 for start, end in pairwise(marks)]
-
-
-def _cuda_times(parts: list[Callable[[], Any]]) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for part, event in zip(parts, events[1:], strict=True):
-        part()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(events)]
-
-
-def wall_milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call that waits for its result, the host's part included."""
-    found = []
-    for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found[1:])

@@ -1,25 +1,27 @@
-"""The sections of `scripts.gpu_check` about a real small target and about training.
+"""The section of `scripts.gpu_check` about a real small target.
 
-Letters: B batch, T tokens of a sequence.
+Letters: B batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drafters import FAMILIES, Drafter, TargetModel
+from drafters import Drafter, TargetModel
 from inference.engine import Engine
 from inference.engines import build_engine
 from inference.generate import Generation, plain_generate, speculative_generate
 from inference.proposers import Proposer, TreeOptions, build_proposer
 from inference.proposers.ngram import NgramProposer
+from inference.scheduling.survival import Outcome
 from inference.static.engine import StaticEngine
+from inference.static.sizes import Chooser, SizedProposer
 from inference.stopping import Stop
-from scripts import benchmark_training
 from scripts.gpu_check_models import SMOL, TINY, random_head, random_target
-from scripts.training_cost import seconds_of
+from scripts.gpu_check_timing import device_of
 
 Row = dict[str, Any]
 TEXTS = (
@@ -29,41 +31,68 @@ TEXTS = (
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
 )
 NEW, DRY_NEW = 128, 5
+SIZES = [(3, 1, 4), (4, 2, 8), (5, 4, 16)]
+"""Depth, children of a node and nodes."""
 
 
-def target_rows(dry_run: bool, folder: Path | None) -> Iterator[Row]:
+def target_rows(dry_run: bool, target: Path | None) -> Iterator[Row]:
     """Greedy texts of every engine beside plain decoding's; a random one where none is given.
 
     In float32, as the same token is to be the largest in two ways to compute; tokens per second
     are therefore not those of bfloat16.
+
+    Args:
+        dry_run: a tiny target on the CPU.
+        target: folder of a small target, or None.
     """
-    device = torch.device("cpu" if dry_run else "cuda", None if dry_run else 0)
-    if folder is None:
+    device = device_of(dry_run)
+    if target is None:
         shape = TINY if dry_run else SMOL
-        target = random_target(shape, torch.float32, device, 0.3 if dry_run else 0.1)
+        model = random_target(shape, torch.float32, device, 0.3 if dry_run else 0.1)
         prompts = [[(7 * k + row) % 90 for k in range(9 + row)] for row in range(len(TEXTS))]
     else:
-        target = TargetModel.load(str(folder), torch.float32, device)
-        prompts = [target.tokenizer.encode(text) for text in TEXTS]
-    head, new = random_head(target), DRY_NEW if dry_run else NEW
-    plain = plain_generate(target, prompts, max_new_tokens=new, stop=Stop(token_ids=()))
+        model = TargetModel.load(str(target), torch.float32, device)
+        prompts = [model.tokenizer.encode(text) for text in TEXTS]
+    head, new = random_head(model), DRY_NEW if dry_run else NEW
+    plain = plain_generate(model, prompts, max_new_tokens=new, stop=Stop(token_ids=()))
     yield speed_row("plain, one by one", plain, plain, None)
-    for name in ("packed", "device"):
+    for name in ("device", "packed"):
         for batch in (len(prompts), 1):
-            engine = build_engine(target, name)
+            engine = build_engine(model, name)
             for drafts, proposer in proposers(name, head).items():
-                found = decoded(target, prompts[:batch], new, engine, proposer)
+                found = decoded(model, prompts[:batch], new, engine, proposer)
                 yield {**speed_row(f"{name}, {drafts}", found, plain, engine), "B": batch}
             engine.close()
 
 
+class InTurn(Chooser):
+    """Every size in turn, plain steps among them.
+
+    Args:
+        count: of sizes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._kinds = cycle([None, *range(count)])
+
+    def start(self, rule: str, temperature: float, batch: int) -> None:
+        """Nothing to do."""
+
+    def choose(self, context: float, batch: int, room: int) -> int | None:
+        """The next one."""
+        return next(self._kinds)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn."""
+
+
 def proposers(engine: str, head: Drafter) -> dict[str, Proposer | None]:
     """What an engine decodes with; None drafts nothing."""
-    options = TreeOptions(size=16, depth=5, top_k=4)
-    drafted: dict[str, Proposer | None] = {"random head": build_proposer(head, options)}
+    drafts = build_proposer(head, TreeOptions(size=16, depth=5, top_k=4))
     if engine == "device":
-        return drafted
-    return {"no drafts": None, "n-grams": NgramProposer(16, 8, 2), **drafted}
+        sized = SizedProposer(build_proposer(head), SIZES, InTurn(len(SIZES)))
+        return {"random head": drafts, "random head, sizes in turn": sized}
+    return {"no drafts": None, "n-grams": NgramProposer(16, 8, 2), "random head": drafts}
 
 
 def decoded(
@@ -107,25 +136,3 @@ def first_difference(texts: list[list[int]], others: list[list[int]]) -> str | N
                          min(len(text), len(other)))  # fmt: skip
             return f"text {row}, token {place}"
     return None
-
-
-def training(dry_run: bool) -> Iterator[Row]:
-    """Seconds of an optimizer step of every family, target's forward included."""
-    device = torch.device("cpu" if dry_run else "cuda", None if dry_run else 0)
-    dtype = "float32" if dry_run else "bfloat16"
-    target = random_target(TINY if dry_run else SMOL, getattr(torch, dtype), device)
-    length, batch = ("16", "1") if dry_run else ("1024", "4")
-    options = ["--target", "random", "--dtype", dtype, "--lengths", length, "--batch", batch]
-    args = benchmark_training.parse_args(options)
-    for family in FAMILIES:
-        work = benchmark_training.make_work(target, family, int(length), args)
-        times = [
-            seconds_of(lambda work=work: work.step(None, work.phases()), device, work.clock)
-            for _ in range(2 if dry_run else 5)
-        ]
-        best = min(times[1:])
-        tokens = int(work.batch().supervised.sum())
-        yield {
-            "family": family, "B": int(batch), "T": int(length), "step ms": best * 1e3,
-            "supervised tokens/s": tokens / best, "first step s": times[0],
-        }  # fmt: skip

@@ -20,6 +20,8 @@ MIN_SPLIT = tl.constexpr(128)
 """Columns of a split at least. What a split leaves behind costs 8 bytes per row and dimension to
 write and read, what it reads 4 per column and dimension (float16): much shorter splits would move
 more than they share out."""
+AT_ONCE = tl.constexpr(128)
+"""Lengths of sequences that are read at once."""
 NARROW = tl.constexpr(32)
 """Columns per step where they are few: of the tree, and of what whole blocks leave of a split. A
 step then needs one 32-bit word of a row."""
@@ -35,9 +37,27 @@ def _span(length: tl.tensor, window: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _split_size(span: tl.tensor, splits: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
-    """Columns per split: equal shares of whole blocks."""
-    size = tl.maximum(tl.cdiv(span, splits), MIN_SPLIT)
+def _split_size(
+    lengths_ptr: tl.tensor,
+    span: tl.tensor,
+    window: tl.tensor,
+    sequences: tl.tensor,
+    splits: tl.tensor,
+    most: tl.tensor,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Columns per split of a sequence of this span: equal shares of whole blocks.
+
+    Sequences have `splits` each on average, the longer the more, and `most` at most.
+    """
+    total = 0
+    for first in range(0, sequences, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        lengths = tl.load(lengths_ptr + place, mask=place < sequences, other=0).to(tl.int32)
+        total += tl.sum(_span(lengths, window), 0)
+    average = tl.maximum(tl.cdiv(total, splits * sequences), 1)
+    share = tl.minimum(tl.maximum((span + average // 2) // average, 1), most)
+    size = tl.maximum(tl.cdiv(span, share), MIN_SPLIT)
     return tl.cdiv(size, BLOCK_N) * BLOCK_N
 
 
@@ -201,7 +221,8 @@ def _attend_tree(
     return acc, top, total
 
 
-@triton.jit
+# No number is built in that differs from call to call: each would be a kernel of its own.
+@triton.jit(do_not_specialize=("num_rows", "num_pending", "sequences", "splits"))
 def split_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -217,6 +238,7 @@ def split_kernel(
     window: tl.tensor,
     num_rows: tl.tensor,
     num_pending: tl.tensor,
+    sequences: tl.tensor,
     splits: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -238,10 +260,11 @@ def split_kernel(
     batch = (pair // HEADS).to(tl.int64)
     head = (pair % HEADS).to(tl.int64)
     split = tl.program_id(1)
+    most = tl.num_programs(1) - 1
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     span = _span(length, window)
-    size = _split_size(span, splits, BLOCK_N)
-    if (split < splits) & (split * size >= span):
+    size = _split_size(lengths_ptr, span, window, sequences, splits, most, BLOCK_N)
+    if (split < most) & (split * size >= span):
         return  # a text of this length needs fewer splits
 
     row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -255,8 +278,7 @@ def split_kernel(
     columns = (strides[1][2], strides[2][2])
     num_tree = num_pending + num_rows
     depth = _load_depths(depths_ptr, batch * num_tree + num_pending + node, real)
-    slot = tl.where(split < splits, split + 1, 0)
-    if split < splits:
+    if split < most:
         start = length - span + split * size
         end = tl.minimum(start + size, length)
         acc, top, total = _attend_prefix(
@@ -270,26 +292,30 @@ def split_kernel(
             q, k, v, columns, length, num_tree, words, depths, depth, window, real, scale, cap,
             D, DV, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-    _store(part_ptr, lse_ptr, pair, row, packed, slot, splits, acc, top, total, DV, BLOCK_DV)
+    _store(part_ptr, lse_ptr, packed, acc, top, total, DV, BLOCK_M, BLOCK_DV)
 
 
 @triton.jit
 def _store(
     part_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    pair: tl.tensor,
-    row: tl.tensor,
     packed: tl.tensor,
-    slot: tl.tensor,
-    splits: tl.tensor,
     acc: tl.tensor,
     top: tl.tensor,
     total: tl.tensor,
     DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ) -> None:
-    """Leave a partial result; nothing seen is a zero output of log-sum-exp minus infinity."""
-    place = (pair.to(tl.int64) * packed + row) * (splits + 1) + slot
+    """Leave a partial result; nothing seen is a zero output of log-sum-exp minus infinity.
+
+    Where it belongs is worked out again here: registers have no room to keep it.
+    """
+    tiles = tl.cdiv(packed, BLOCK_M)
+    row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    slots = tl.num_programs(1)
+    slot = (tl.program_id(1) + 1) % slots  # the last program's, the tree's, is 0
+    place = ((tl.program_id(0) // tiles).to(tl.int64) * packed + row) * slots + slot
     dim = tl.arange(0, BLOCK_DV)
     total = tl.where(total == 0, 1.0, total)
     tl.store(
@@ -300,7 +326,7 @@ def _store(
     tl.store(lse_ptr + place, top + tl.log2(total), mask=row < packed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows", "sequences", "splits", "most"))
 def merge_kernel(
     part_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -310,7 +336,9 @@ def merge_kernel(
     out_strides: tl.tensor,
     window: tl.tensor,
     num_rows: tl.tensor,
+    sequences: tl.tensor,
     splits: tl.tensor,
+    most: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
@@ -326,7 +354,8 @@ def merge_kernel(
     batch = place // packed // HEADS
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     span = _span(length, window)
-    written = 1 + tl.cdiv(span, _split_size(span, splits, BLOCK_N))
+    size = _split_size(lengths_ptr, span, window, sequences, splits, most, BLOCK_N)
+    written = 1 + tl.cdiv(span, size)
     query_head = head * GROUP + row % GROUP
     dim = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
@@ -338,7 +367,7 @@ def merge_kernel(
     for first in range(0, written, BLOCK_J):
         slot = first + tl.arange(0, BLOCK_J)
         there = slot < written
-        at = place * (splits + 1) + slot
+        at = place * (most + 1) + slot
         lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"))
         inside = there[:, None] & (dim < DV)[None, :]
         part = tl.load(part_ptr + at[:, None] * DV + dim[None, :], mask=inside, other=0.0)

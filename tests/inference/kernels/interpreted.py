@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.inference.kernels.interpreted
 
-Prints the largest error of each case against the plain implementation, as JSON. A process of its
-own, because the variable has to be set before the kernels are defined and changes what they are.
+Prints the largest error of each case against the plain implementation, and the columns per split of
+some batches, as JSON. A process of its own, because the variable has to be set before the kernels
+are defined and changes what they are.
 
 bfloat16 is not among the cases: the interpreter multiplies its bit patterns as integers.
 """
@@ -22,6 +23,7 @@ CASES = {
     "no prefix": Case(lengths=(0,), num_rows=5, heads=(2, 1)),
     "splits": Case(lengths=(300,), num_rows=3, heads=(2, 1)),
     "ragged": Case(lengths=(0, 131, 64), num_rows=5, kinds=KINDS, heads=(2, 1)),
+    "one long, two short": Case(lengths=(900, 9, 140), num_rows=2, heads=(2, 1)),
     "heads": Case(lengths=(30,), num_rows=4, heads=(6, 2), padding=2),
     "tiles of rows": Case(lengths=(70,), num_rows=12, heads=(2, 1)),
     "pending": Case(lengths=(9,), num_rows=3, num_pending=4, heads=(2, 1)),
@@ -40,11 +42,21 @@ CASES = {
     ),
 }  # fmt: skip
 
+BATCHES = {
+    "one": ((1000,), 8, 8),
+    "equal": ((1024, 1024, 1024), 2, 4),
+    "almost equal": ((1024, 1030, 1000), 2, 4),
+    "one long": ((4096, 128, 128, 128), 2, 4),
+    "short": ((40, 0), 4, 8),
+}
+"""Lengths, splits of a sequence on average, and at most."""
+
 
 def main() -> None:
     """Run every case."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
     from inference.kernels import triton_attention
+    from tests.inference.kernels.split_sizes import split_sizes
 
     torch.set_num_threads(1)
     triton_attention.MERGED_AT_ONCE = 2  # so that a few splits take several steps to merge
@@ -59,7 +71,8 @@ def main() -> None:
             keys[b, :, behind:], values[b, :, behind:] = 1e3, 1e3
         difference = triton_attention.triton_attention(*arguments) - masked_attention(*arguments)
         errors[name] = difference.float().abs().max().item()
-    sys.stdout.write(json.dumps(errors))
+    sizes = {name: split_sizes(*batch) for name, batch in BATCHES.items()}
+    sys.stdout.write(json.dumps({"errors": errors, "sizes": sizes}))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.inference.kernels.interpreted import CASES
+from tests.inference.kernels.interpreted import BATCHES, CASES
 
 pytest.importorskip("triton", reason="Triton is not installed: it has no build for macOS")
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
+def found() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.inference.kernels.interpreted"],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
@@ -26,5 +27,21 @@ def errors() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_agree_with_the_plain_implementation(name: str, errors: dict[str, float]) -> None:
-    assert errors[name] < (2e-6 if CASES[name].dtype == torch.float32 else 2e-3)
+def test_kernels_agree_with_the_plain_implementation(name: str, found: dict[str, Any]) -> None:
+    assert found["errors"][name] < (2e-6 if CASES[name].dtype == torch.float32 else 2e-3)
+
+
+def test_the_longer_a_sequence_the_more_splits_it_has(found: dict[str, Any]) -> None:
+    splits = {
+        name: [-(-length // size) for length, size in zip(BATCHES[name][0], sizes, strict=True)]
+        for name, sizes in found["sizes"].items()
+    }
+    assert splits == {
+        "one": [8],
+        "equal": [2, 2, 2],
+        "almost equal": [2, 2, 2],
+        "one long": [4, 1, 1, 1],
+        "short": [1, 0],
+    }
+    sizes = [size for some in found["sizes"].values() for size in some]
+    assert min(sizes) == 128 and all(size % 64 == 0 for size in sizes)
