@@ -73,9 +73,10 @@ def _sglang(head: Drafter, drafts: int, target: str, place: str) -> str | None:
     )
     if head.family != "mtp":  # its tensors lie in the target's own files
         line += f"--speculative-draft-model-path {place} \\\n    "
+    if head.family == "dspark":  # it counts drafts, and adds the root's row where that drafts none
+        return f"{line}--speculative-dspark-block-size {head.num_drafts}"
     if isinstance(head.config, DFlashConfig):  # it counts a block's rows
-        option = "dspark-block-size" if head.family == "dspark" else "num-draft-tokens"
-        return f"{line}--speculative-{option} {head.config.block_size}"
+        return f"{line}--speculative-num-draft-tokens {head.config.block_size}"
     return (
         f"{line}--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {drafts + 1}"

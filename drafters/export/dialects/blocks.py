@@ -143,9 +143,12 @@ class BlockDialect(Dialect):
         """How to ask engines for what the head was trained to do."""
         assert isinstance(head, DFlashDrafter)
         count = head.num_drafts
+        option = f"num-draft-tokens {count + 1}"
+        if head.family == "dspark":
+            option = f"dspark-block-size {count}"
         notes = [
             f"ask for {count} drafts (vLLM num_speculative_tokens={count}, llama.cpp "
-            f"--spec-draft-n-max {count}, SGLang --speculative-num-draft-tokens {count + 1}): a "
+            f"--spec-draft-n-max {count}, SGLang --speculative-{option}): a "
             "shorter block has fewer mask rows, and a block that is not causal then drafts "
             "something else",
             "these engines draft chains: no trees",

@@ -12,7 +12,7 @@ from drafters.export.engines.loader import Config, Reading
 from drafters.export.fields import llama_layer, rope_theta
 from drafters.target import TargetModel
 
-SLIDING = "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def common(config: Config) -> Reading:

@@ -8,6 +8,7 @@ from typing import Any
 
 from drafters.export.dialect import TensorSpec
 from drafters.export.engines.layers import (
+    FULL,
     SLIDING,
     block_parameters,
     common,
@@ -20,12 +21,16 @@ from drafters.export.engines.layers import (
     norm_before_fc,
     windows,
 )
-from drafters.export.engines.loader import Config, Loader, Reading
+from drafters.export.engines.loader import LAYER_KEYS, Config, Loader, Reading
 from drafters.export.fields import llama_layer
 from drafters.target import TargetModel
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_BLOCK = 16
+NEEDS = (*LAYER_KEYS, "model_type")
+"""Transformers reads config.json first, and finds no class without the last one."""
+FIRST_WINDOW = 28
+"""Qwen3's ``max_window_layers`` where a config does not say."""
 
 
 def _wrong_width(config: Config, target: TargetModel) -> list[str]:
@@ -51,6 +56,10 @@ def _eagle3_parameters(config: Config, target: TargetModel) -> list[TensorSpec]:
     found = eagle3_parameters(read, _features(config), hidden_norms=True)
     if config.get("bias"):
         found.append(TensorSpec("model.fc.bias", (config["hidden_size"],)))
+        found += [
+            TensorSpec(f"model.layers.{layer}.self_attn.o_proj.bias", (config["hidden_size"],))
+            for layer in range(config["num_hidden_layers"])
+        ]
     reduced = config["draft_vocab_size"]
     if reduced is None:  # the target's output matrix takes the place of one in the file
         return found
@@ -105,6 +114,7 @@ def _eagle3_reads_0_5_12(config: Config, target: TargetModel) -> Reading:
 
 _EAGLE3: dict[str, Any] = {
     "engine": "sglang",
+    "needs": NEEDS,
     "model": "LlamaForCausalLMEagle3",
     "source": "sglang/srt/models/llama_eagle3.py",
     "families": ("eagle3",),
@@ -144,6 +154,18 @@ def _eagle1_parameters(config: Config, target: TargetModel) -> list[TensorSpec]:
     ]
 
 
+def _eagle1_refuses(config: Config, target: TargetModel) -> list[str]:
+    found = _wrong_width(config, target)
+    if config.get("tie_word_embeddings"):
+        found.append("tie_word_embeddings is true: it stops as it shares the target's matrices")
+    found += [
+        f"{key}: its projections have biases then, which no file fills"
+        for key in ("attention_bias", "bias")
+        if config.get(key)
+    ]
+    return found
+
+
 def _eagle1_reads(config: Config, target: TargetModel) -> Reading:
     return common(config)
 
@@ -158,6 +180,20 @@ def _block_key(config: Config, name: str) -> Any:
 
 def _layer_ids(config: Config) -> tuple[int, ...]:
     return tuple(_block_key(config, "target_layer_ids") or ())
+
+
+def _window(config: Config) -> int | None:
+    """As Qwen3's config class leaves it."""
+    return config.get("sliding_window") if config.get("use_sliding_window") else None
+
+
+def _layer_types(config: Config) -> list[str]:
+    """Those of the file, or what Qwen3's config class puts in their place."""
+    window, first_window = _window(config), config.get("max_window_layers", FIRST_WINDOW)
+    return layer_types(config) or [
+        FULL if window is None or layer < first_window else SLIDING
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def _dflash_parameters(config: Config, target: TargetModel) -> list[TensorSpec]:
@@ -176,14 +212,15 @@ def _dflash_refuses(config: Config, target: TargetModel) -> list[str]:
     ]
     if _block_key(config, "mask_token_id") is None:
         found.append("mask_token_id is missing: the string <|MASK|> would be looked up")
-    if SLIDING in (layer_types(config) or ()) and config.get("sliding_window") is None:
-        found.append("sliding layers need sliding_window at the top level")
+    if SLIDING in _layer_types(config) and _window(config) is None:
+        found.append("sliding layers need sliding_window and use_sliding_window at the top level")
+    if config.get("attention_bias"):
+        found.append("attention_bias: its projections have biases then, which no file fills")
     return found
 
 
 def _dflash_reads(config: Config, target: TargetModel) -> Reading:
-    types = layer_types(config) or ["full_attention"] * config["num_hidden_layers"]
-    said, window = config.get("is_causal"), config.get("sliding_window")
+    types, said, window = _layer_types(config), config.get("is_causal"), _window(config)
     return {
         **common(config),
         "feature_layers": hidden_states_ids(_layer_ids(config)),
@@ -196,9 +233,11 @@ def _dflash_reads(config: Config, target: TargetModel) -> Reading:
 
 
 def _dflash_reads_0_5_12(config: Config, target: TargetModel) -> Reading:
-    """Knows neither causal blocks nor windows."""
+    """Knows neither causal blocks nor windows, and asks for ``rope_theta`` where the transformers
+    it comes with (5.6.0) has it no more.
+    """
     layers = config["num_hidden_layers"]
-    read = {"causal": (False,) * layers, "windows": (None,) * layers}
+    read = {"causal": (False,) * layers, "windows": (None,) * layers, "rope_theta": 1e6}
     return {**_dflash_reads(config, target), **read}
 
 
@@ -238,6 +277,7 @@ def _dspark_reads(config: Config, target: TargetModel) -> Reading:
 
 _DFLASH: dict[str, Any] = {
     "engine": "sglang",
+    "needs": NEEDS,
     "model": "DFlashDraftModel",
     "source": "sglang/srt/models/dflash.py",
     "families": ("dflash",),
@@ -261,8 +301,9 @@ LOADERS = (
         architectures=("LlamaForCausalLMEagle",),
         parameters=_eagle1_parameters,
         reads=_eagle1_reads,
-        refuses=_wrong_width,
+        refuses=_eagle1_refuses,
         skipped=("lm_head",),
+        needs=NEEDS,
     ),
     Loader(versions=("0.5.12",), reads=_dflash_reads_0_5_12, **_DFLASH),
     Loader(versions=("0.5.23",), reads=_dflash_reads, **_DFLASH),
@@ -270,6 +311,7 @@ LOADERS = (
         engine="sglang",
         versions=("0.5.23",),
         model="DSparkDraftModel",
+        needs=NEEDS,
         source="sglang/srt/models/dspark.py",
         families=("dspark",),
         architectures=("DSparkDraftModel", "Qwen3DSparkModel", "LingDSparkModel"),

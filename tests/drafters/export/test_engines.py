@@ -177,10 +177,42 @@ def test_a_vocabulary_map_that_is_missing(target: TargetModel, tmp_path: Path) -
     assert "draft_id_to_target_id is filled by no tensor" in faults(folder, head, "vllm")[0]
 
 
+def test_sglang_reads_windows_as_transformers_leaves_them(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    windows = {"sliding_window": 8, "window_layers": [1], "causal": True}
+    folder, head = written("dflash", "dflash", target, tmp_path, **BLOCK, **windows)
+    assert faults(folder, head, "sglang") == []
+    del folder.config["layer_types"]
+    folder.config["max_window_layers"] = 0
+    assert "windows: the engine takes (8, 8)" in faults(folder, head, "sglang")[0]
+    folder.config |= {"max_window_layers": 1}
+    assert faults(folder, head, "sglang") == []
+    folder.config |= {"layer_types": ["full_attention", "sliding_attention"]}
+    folder.config["use_sliding_window"] = False
+    assert "need sliding_window and use_sliding_window" in faults(folder, head, "sglang")[0]
+
+
+def test_what_sglang_stops_at(target: TargetModel, tmp_path: Path) -> None:
+    folder, head = written("eagle1", "eagle1-sglang", target, tmp_path)
+    for key, said in (
+        ("tie_word_embeddings", "it stops as it shares the target's matrices"),
+        ("attention_bias", "its projections have biases then"),
+    ):
+        folder.config[key] = True
+        (found,) = faults(folder, head, "sglang")
+        assert said in found
+        folder.config[key] = False
+    del folder.config["model_type"]
+    assert faults(folder, head, "sglang") == ["model_type is missing at the top level"]
+
+
 def test_causality_is_read_at_the_top_level_by_sglang(target: TargetModel, tmp_path: Path) -> None:
     folder, head = written("dflash", "dflash", target, tmp_path, **BLOCK, causal=True)
     older = [x for x in engine_problems(folder.path, head) if x.versions == ("0.5.12",)]
-    assert "causal" in engine_problems(folder.path, head)[older[0]][0]
+    told = engine_problems(folder.path, head)[older[0]]
+    assert [problem.split(":")[0] for problem in told] == ["rope_theta", "causal"]
+    assert "the engine takes 1000000.0 from config.json" in told[0]
     del folder.config["is_causal"]
     assert "causal: the engine takes (False, False)" in faults(folder, head, "sglang")[0]
     assert faults(folder, head, "vllm") == []
