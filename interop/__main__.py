@@ -1,13 +1,19 @@
 """Try exports in the programs they are for, and write the table of what was found.
 
     python -m interop --target targets/smollm2-135m --head eagle3=outputs/eagle3/head
+    python -m interop --target ... --head dspark=<reduced vocabulary> --head dspark-full=<whole one>
     python -m interop speculators --target ... --head ... --python speculators=<interpreter>
 
 Without names all are tried: files (every dialect written, read and checked, the loaders of SGLang
-and vLLM simulated), vLLM, speculators, stitching (native MTP modules, in speculators), ModelOpt,
-llama.cpp. Each has an environment of its own below --work, which is made on demand; --python names
-one that is there already. What cannot run is skipped and says why. The table, results.json and
-results.md in --work, keeps former entries of what is not tried again.
+and vLLM simulated), vLLM, SGLang, speculators, stitching (native MTP modules, in speculators),
+ModelOpt, llama.cpp. Each has an environment of its own below --work, which is made on demand;
+--python names one that is there already. What cannot run is skipped and says why; what a dialect
+cannot hold or an engine cannot serve is refused. The table, results.json and results.md in --work,
+keeps former entries of what is not tried again.
+
+Every check takes every head that fits it. The family of a head is read from its folder; its label
+is free, and stands in the table in the column "head" and in those cells in which heads of one
+program fared differently: "yes: vLLM (dspark-full); refused: vLLM (dspark)".
 """
 
 import argparse
@@ -19,16 +25,18 @@ from interop import (
     files_check,
     llama_cpp,
     modelopt_check,
+    sglang_check,
     speculators_check,
     stitch_check,
     vllm_check,
 )
 from interop.results import FAILED, LOADED, SKIPPED, WRITTEN, Entry, load, markdown, merged, save
-from interop.setting import CannotRun, Setting
+from interop.setting import CannotRun, Setting, labelled
 
 CHECKS: dict[str, ModuleType] = {
     "files": files_check,
     "vllm": vllm_check,
+    "sglang": sglang_check,
     "speculators": speculators_check,
     "stitching": stitch_check,
     "modelopt": modelopt_check,
@@ -52,7 +60,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--target", required=True, type=Path, help="folder of the target")
     parser.add_argument(
-        "--head", action="append", default=[], type=named, metavar="FAMILY=DIR", help="trained head"
+        "--head",
+        action="append",
+        default=[],
+        metavar="[LABEL=]DIR",
+        help="trained head, as often as there are heads (default label: its family)",
     )
     parser.add_argument(
         "--python", action="append", default=[], type=named, metavar="NAME=EXE", help="interpreter"
@@ -62,6 +74,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.checks) - set(CHECKS)):
         parser.error(f"{unknown[0]!r} is unknown: choose of {', '.join(CHECKS)}")
+    try:
+        args.head = labelled(args.head)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -88,13 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     """Try all, write the table; 1 if anything failed."""
     args = parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
-    setting = Setting(
-        args.target, dict(args.head), args.work, dict(args.python), not args.no_install
-    )
+    setting = Setting(args.target, args.head, args.work, dict(args.python), not args.no_install)
     table, latest = args.work / "results.json", []
     for name in args.checks or CHECKS:
         for entry in found_by(name, setting):
-            print(f"{entry.status}: {entry.dialect}, {entry.check}, {entry.name}: {entry.detail}")
+            who = f"{entry.name} {entry.head}".strip()
+            print(f"{entry.status}: {entry.dialect}, {entry.check}, {who}: {entry.detail}")
             latest.append(entry)
         entries = merged(load(table), latest)
         save(entries, table)

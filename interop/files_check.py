@@ -1,7 +1,9 @@
 """Every dialect with every trained head that it can hold: written, read, checked, simulated.
 
 Nothing of another program runs here: reading compares logits with the head's own, and the loaders
-of SGLang and vLLM are simulated as they stand in the source of the versions named.
+of SGLang and vLLM are simulated as they stand in the source of the versions named. A round trip
+without the draft vocabulary, which changes what is drafted, is marked so; an engine that the
+dialect names and the export does not is refused.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from drafters.export import (
     DIALECTS as BY_NAME,
 )
 from drafters.export import (
+    Export,
     ExportError,
     check_folder,
     golden_inputs,
@@ -25,10 +28,13 @@ from drafters.export import (
 )
 from drafters.export.engines import Loader, engine_problems
 from drafters.export.writing import refusals
+from interop.exports import not_served
 from interop.results import (
     FAILED,
+    HEADWAY,
     PASSED,
     READ,
+    REFUSED,
     ROUND_TRIP,
     SIMULATED,
     SKIPPED,
@@ -36,9 +42,9 @@ from interop.results import (
     WRITTEN,
     Entry,
 )
-from interop.setting import Setting, headway_versions
+from interop.setting import Setting, headway_versions, no_head
 
-NAME = "files"
+NAME = HEADWAY
 ROUNDING = 1e-5
 DIALECTS = tuple(BY_NAME)
 
@@ -46,56 +52,59 @@ DIALECTS = tuple(BY_NAME)
 def check(setting: Setting) -> Iterator[Entry]:
     """Entries of every dialect."""
     target = TargetModel.load(str(setting.target), torch.float32, "cpu")
-    heads = {name: read_head(folder, target) for name, folder in setting.heads.items()}
+    heads = {label: read_head(folder, target) for label, folder in setting.heads.items()}
     for name, dialect in BY_NAME.items():
         fitting = {label: h for label, h in heads.items() if h.family in dialect.families}
-        refused = {label: refusals(head, dialect) for label, head in fitting.items()}
-        held = [label for label in fitting if not refused[label]]
-        if not held:
-            said = "; ".join(found[0] for found in refused.values())
-            families = " or ".join(dialect.families)
-            detail = said or f"no trained {families} head was given"
+        if not fitting:
+            detail = no_head(*dialect.families)
             yield Entry(NAME, name, WRITTEN, SKIPPED, detail, headway_versions())
-        for label in held:
-            folder = setting.folder(f"exports/{name}") / label
-            yield from _one(label, name, fitting[label], folder)
+        for label, head in fitting.items():
+            if found := refusals(head, dialect):
+                detail = "; ".join(found)
+                yield Entry(NAME, name, WRITTEN, REFUSED, detail, headway_versions(), head=label)
+            else:
+                yield from _one(label, name, head, setting.folder(f"exports/{name}") / label)
 
 
 def _one(label: str, name: str, head: Drafter, folder: Path) -> Iterator[Entry]:
     """One head in one dialect."""
-    versions = headway_versions()
+
+    def entry(check: str, status: str, detail: str, limit: str = "") -> Entry:
+        return Entry(NAME, name, check, status, detail, headway_versions(), head=label, limit=limit)
+
     try:
         export = write_as(name, head, folder)
-        yield Entry(label, name, WRITTEN, PASSED, f"{export.num_tensors} tensors", versions)
+        yield entry(WRITTEN, PASSED, f"{export.num_tensors} tensors")
         again = read_as(name, folder, head.target)
-        yield Entry(label, name, READ, PASSED, f"a {again.family} head", versions)
-        yield _round_trip(label, name, head, again)
+        yield entry(READ, PASSED, f"a {again.family} head")
+        yield entry(ROUND_TRIP, *_round_trip(name, head, again))
         check_folder(folder, head.target, BY_NAME[name])
-        yield Entry(label, name, STRICT, PASSED, "names, shapes, values, config", versions)
+        yield entry(STRICT, PASSED, "names, shapes, values, config")
     except ExportError as error:
-        yield Entry(label, name, STRICT, FAILED, " ".join(str(error).split()), versions)
+        yield entry(STRICT, FAILED, " ".join(str(error).split()))
         return
-    found = engine_problems(folder, again)
-    for engine in export.served:
-        if any(loader.engine == engine for loader in found):
-            yield _simulated(label, name, engine, found)
+    yield from _simulated(label, export, engine_problems(folder, again))
 
 
-def _simulated(label: str, name: str, engine: str, found: dict[Loader, list[str]]) -> Entry:
-    """One engine: its newest version decides, older ones are told."""
-    mine = [(loader, problems) for loader, problems in found.items() if loader.engine == engine]
-    newest, problems = mine[-1]
-    said = "; ".join(problems) or f"{newest.model} uses all of it, and as the head does"
-    for older, lacking in mine[:-1]:
-        if lacking:
-            said += f" (not {older.versions[0]}: {'; '.join(lacking)})"
-    versions = {engine: ", ".join(newest.versions)}
-    status = FAILED if problems else PASSED
-    return Entry(f"{label} in {engine}", name, SIMULATED, status, said, versions)
+def _simulated(label: str, export: Export, found: dict[Loader, list[str]]) -> Iterator[Entry]:
+    """Of each engine the newest version decides, older ones are told."""
+    declared = BY_NAME[export.format].engines
+    for engine in dict.fromkeys(loader.engine for loader in found if loader.engine in declared):
+        mine = [(loader, problems) for loader, problems in found.items() if loader.engine == engine]
+        newest, problems = mine[-1]
+        said = "; ".join(problems) or f"{newest.model} uses all of it, and as the head does"
+        for older, lacking in mine[:-1]:
+            if lacking:
+                said += f" (not {older.versions[0]}: {'; '.join(lacking)})"
+        status = FAILED if problems else PASSED
+        if engine not in export.served:
+            status, said = REFUSED, not_served(export)
+        versions = {engine: ", ".join(newest.versions)}
+        yield Entry(engine, export.format, SIMULATED, status, said, versions, head=label)
 
 
-def _round_trip(label: str, name: str, head: Drafter, again: Drafter) -> Entry:
-    """All tensors and logits, bit for bit."""
+def _round_trip(name: str, head: Drafter, again: Drafter) -> tuple[str, str, str]:
+    """All tensors and logits, bit for bit: status, detail, and what the file left out."""
     before, after = head.state_dict(), again.state_dict()
     left_out = set(BY_NAME[name].left_out(head))
     differing = [
@@ -111,7 +120,7 @@ def _round_trip(label: str, name: str, head: Drafter, again: Drafter) -> Entry:
     difference = ((found - wanted).abs().max() / wanted.abs().max()).item()
     if differing or difference > (ROUNDING if reduced else 0):
         said = f"differing: {', '.join(sorted(differing)) or f'logits, by {difference:.2g}'}"
-        return Entry(label, name, ROUND_TRIP, FAILED, said, headway_versions())
+        return FAILED, said, ""
     said = f"{len(after)} tensors and the golden logits are equal"
     if reduced:
         said = (
@@ -120,4 +129,4 @@ def _round_trip(label: str, name: str, head: Drafter, again: Drafter) -> Entry:
         )
     if left_out:
         said += f"; left out: {', '.join(sorted(left_out))}"
-    return Entry(label, name, ROUND_TRIP, PASSED, said, headway_versions())
+    return PASSED, said, "without draft vocabulary" if reduced else ""

@@ -23,37 +23,41 @@ import torch
 
 from drafters import TargetModel
 from drafters.block import DFlashDrafter
-from drafters.export import dialect_named, read_as, read_head, write_as
+from drafters.export import read_as, read_head
+from interop.exports import export_for
 from interop.llama_cpp_compare import Comparison, compare, compare_server, our_cases
 from interop.llama_cpp_runs import PLAIN, REQUIREMENT, SIMPLE, Draft, LlamaCpp
-from interop.results import FAILED, LOADED, PASSED, SERVED, Entry
-from interop.setting import CannotRun, Setting, headway_versions, output
+from interop.results import FAILED, LOADED, PASSED, REFUSED, SERVED, SKIPPED, Entry
+from interop.setting import CannotRun, Setting, headway_versions, labelled, no_head, output
 from scripts.common import encode_prompts, load_prompts, run
 
 NAME = "llama.cpp"
 KINDS = {
     "eagle3": "draft-eagle3",
     "dflash": "draft-dflash",
-    "jetspec": "draft-dflash",
     "dspark": "draft-dspark",
 }
-"""What llama.cpp calls the heads that it serves."""
+"""What llama.cpp calls the heads that it serves, by family."""
 
 FORMS = {
     "eagle3": ("sglang", "vllm", "speculators-eagle3"),
     "dflash": ("dflash",),
-    "jetspec": ("dflash",),
     "dspark": ("dspark", "dspark-specforge", "speculators-dspark"),
 }
 """Dialects that its converter takes."""
 
+CONVERTER = ("torch==2.13.0", "transformers==5.24.0", "sentencepiece==0.2.1")
+"""What its converter imports."""
+
 DIALECTS = tuple(dict.fromkeys(form for forms in FORMS.values() for form in forms))
+TARGET = "target.gguf"
 PROMPTS = Path(__file__).parents[1] / "recipes" / "prompts" / "heldout.jsonl"
 
 
 def compare_heads(
     llama: LlamaCpp,
     target_folder: Path,
+    base: Path,
     exports: Mapping[tuple[str, str], Path],
     prompts_file: Path,
     work: Path,
@@ -62,12 +66,13 @@ def compare_heads(
     new: int = 128,
     server: bool = False,
 ) -> Iterator[Comparison]:
-    """Convert the target and exported heads, and compare them one after the other.
+    """Convert exported heads, and compare them one after the other.
 
     Args:
         llama: programs.
         target_folder: of the target.
-        exports: folders by (head, dialect).
+        base: GGUF file of the target.
+        exports: folders by (label, dialect).
         prompts_file: as scripts take them.
         work: folder for GGUF files.
         limit: prompts.
@@ -81,14 +86,13 @@ def compare_heads(
     """
     target = TargetModel.load(str(target_folder), torch.float32, "cpu")
     prompts = encode_prompts(target, load_prompts(str(prompts_file), limit))
-    base = llama.convert(target_folder, work / "target.gguf")
     plain: dict[str, bytes] = {}
     for (name, dialect), folder in exports.items():
         file = llama.convert(folder, work / f"{name}-{dialect}.gguf", target_folder)
         head = read_as(dialect, folder, target, target.dtype)
         drafted = head.num_drafts if isinstance(head, DFlashDrafter) else length
         cases = our_cases(target, head, prompts, drafted, new)
-        draft = Draft(file, KINDS[name], drafted)
+        draft = Draft(file, KINDS[head.family], drafted)
         result = Comparison(name, dialect, drafted)
         compare(llama, target, base, draft, cases, plain, result)
         if server:
@@ -100,7 +104,7 @@ def compare_heads(
 
 
 def fetched(setting: Setting) -> LlamaCpp:
-    """llama.cpp's sources, downloaded and built if they are not there.
+    """llama.cpp's sources and what its converter needs, fetched and built if they are not there.
 
     Raises:
         CannotRun: they are missing and may not be fetched, or do not build.
@@ -114,7 +118,8 @@ def fetched(setting: Setting) -> LlamaCpp:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         output([*pip, "--no-binary", "llama-cpp-python", REQUIREMENT], folder)
         output(["tar", "xzf", f"{name}.tar.gz"], folder)
-    llama = LlamaCpp(source, folder / "build")
+    python = setting.python(NAME, *CONVERTER)
+    llama = LlamaCpp(source, folder / "build", python=python)
     if setting.install:
         llama.compile(SIMPLE, PLAIN)
     return llama
@@ -122,42 +127,64 @@ def fetched(setting: Setting) -> LlamaCpp:
 
 def exported(
     heads: Mapping[str, Path], forms: Sequence[str], target_folder: Path, work: Path
-) -> dict[tuple[str, str], Path]:
+) -> dict[tuple[str, str], Path | str]:
     """Write heads as dialects that llama.cpp's converter takes.
 
     Args:
-        heads: folders of trained heads, by keys of ``KINDS``; others are left out.
-        forms: dialects to write, where the head can be written so.
+        heads: trained heads by label; those of other families than ``KINDS`` are left out.
+        forms: dialects to write.
         target_folder: of the target.
         work: folder to write below.
 
     Returns:
-        Folders by (head, dialect).
+        By (label, dialect) the folder, or why there is none.
     """
     target = TargetModel.load(str(target_folder), torch.float32, "cpu")
-    found = {}
-    for name in (name for name in KINDS if name in heads):
-        head = read_head(heads[name], target, target.dtype)
-        for form in (form for form in FORMS[name] if form in forms):
-            if not dialect_named(form).refusals(head):
-                folder = work / f"{name}-{form}"
-                found[name, form] = write_as(form, head, folder).folder
+    found: dict[tuple[str, str], Path | str] = {}
+    for label, place in heads.items():
+        head = read_head(place, target, target.dtype)
+        for form in (form for form in FORMS.get(head.family, ()) if form in forms):
+            export = export_for(NAME, head, form, work / f"{label}-{form}")
+            found[label, form] = export if isinstance(export, str) else export.folder
     return found
 
 
 def check(setting: Setting) -> Iterator[Entry]:
-    """Entries of every form that llama.cpp serves and a head was given for."""
-    llama, work = fetched(setting), setting.folder(NAME)
-    exports = exported(setting.heads, DIALECTS, setting.target, work)
-    if not exports:
-        raise CannotRun(f"no head that it serves: name one with --head, of {', '.join(KINDS)}")
+    """Entries of every form that llama.cpp serves."""
+    for family, forms in FORMS.items():
+        for form in forms if not setting.of(family) else ():
+            yield Entry(NAME, form, LOADED, SKIPPED, no_head(family), headway_versions())
+    work = setting.folder(NAME)
     versions = {"llama.cpp": f"of {REQUIREMENT.replace('==', ' ')}", **headway_versions()}
-    for found in compare_heads(llama, setting.target, exports, PROMPTS, work, limit=4, new=64):
-        name = f"{NAME} {found.head}"
-        loaded = "converted by its script and loaded by its programs"
-        yield Entry(name, found.dialect, LOADED, PASSED, loaded, versions)
-        status = PASSED if found.passed else FAILED
-        yield Entry(name, found.dialect, SERVED, status, found.summary(), versions)
+
+    def entry(key: tuple[str, str], status: str, detail: str, what: str = LOADED) -> Entry:
+        label, form = key
+        return Entry(NAME, form, what, status, detail, versions, head=label)
+
+    todo: dict[tuple[str, str], Path] = {}
+    for key, export in exported(setting.of(*KINDS), DIALECTS, setting.target, work).items():
+        if isinstance(export, str):
+            yield entry(key, REFUSED, export)
+        else:
+            todo[key] = export
+    if not todo:
+        return
+    llama = fetched(setting)
+    base = llama.convert(setting.target, work / TARGET)
+    while todo:
+        rest = dict(todo)
+        compared = compare_heads(llama, setting.target, base, rest, PROMPTS, work, 4, new=64)
+        try:
+            for found in compared:
+                key = found.head, found.dialect
+                del todo[key]
+                yield entry(key, PASSED, "converted by its script and loaded by its programs")
+                status = PASSED if found.passed else FAILED
+                yield entry(key, status, found.summary(), SERVED)
+        except CannotRun as reason:  # its programs are there, so the head in hand fails
+            key = next(iter(todo))
+            del todo[key]
+            yield entry(key, FAILED, str(reason))
 
 
 def table(results: Sequence[Comparison]) -> str:
@@ -184,7 +211,7 @@ def main() -> int:
     parser.add_argument("--source", type=Path, required=True, help="folder of llama.cpp's sources")
     parser.add_argument("--build", type=Path, help="folder of its build (default: SOURCE/build)")
     parser.add_argument("--target", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--head", action="append", required=True, metavar="NAME=DIR")
+    parser.add_argument("--head", action="append", required=True, metavar="[LABEL=]DIR")
     parser.add_argument("--dialect", action="append", choices=DIALECTS, help="default: all")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="prompts")
@@ -193,16 +220,30 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("outputs/llama_cpp"), metavar="DIR")
     parser.add_argument("--server", action="store_true", help="also by llama-server")
     args = parser.parse_args()
-    heads = {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.head)}
-    if unknown := sorted(set(heads) - set(KINDS)):
-        parser.error(f"--head {unknown[0]}: llama.cpp serves {', '.join(KINDS)}")
+    heads = labelled(args.head)
     args.work.mkdir(parents=True, exist_ok=True)
-    exports = exported(heads, args.dialect or DIALECTS, args.target, args.work)
+    exports = {}
+    for key, export in exported(heads, args.dialect or DIALECTS, args.target, args.work).items():
+        if isinstance(export, str):
+            print(f"{' as '.join(key)} is refused: {export}")
+        else:
+            exports[key] = export
+    if not exports:
+        raise ValueError(f"--head: none that llama.cpp serves, of {', '.join(KINDS)}")
     llama = LlamaCpp(args.source, args.build or args.source / "build")
     results = []
-    chosen = (args.prompts, args.work, args.limit, args.drafts, args.max_new_tokens, args.server)
+    chosen = (
+        exports,
+        args.prompts,
+        args.work,
+        args.limit,
+        args.drafts,
+        args.max_new_tokens,
+        args.server,
+    )
     try:
-        for result in compare_heads(llama, args.target, exports, *chosen):
+        base = llama.convert(args.target, args.work / TARGET)
+        for result in compare_heads(llama, args.target, base, *chosen):
             results.append(result)
             print(f"{result.head}: {result.summary()}", flush=True)
     except CannotRun as reason:

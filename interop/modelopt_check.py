@@ -11,8 +11,7 @@ Legend: T rows of text, F captured layers, D hidden, Vd draft vocabulary.
 """
 
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters import Eagle3Drafter, TargetModel, load_drafter
-from drafters.export import golden_inputs, read_as, write_as
+from drafters import Eagle3Drafter, TargetModel
+from drafters.base import Drafter
+from drafters.export import golden_inputs, read_as, read_head
 from drafters.export.golden import KeepingAttention
-from interop.results import FAILED, LOADED, PASSED, READ, SKIPPED, Entry
-from interop.setting import CannotRun, Setting, headway_versions, output
+from interop.exports import export_for
+from interop.results import FAILED, LOADED, PASSED, READ, REFUSED, SKIPPED, Entry
+from interop.setting import TORCH, Setting, answer, headway_versions, no_head
 
 NAME = "ModelOpt"
 DIALECTS = ("modelopt",)
-REQUIREMENTS = ("nvidia-modelopt==0.47.0", "transformers<5.15", "accelerate", "datasets", "peft")
+REQUIREMENTS = (
+    TORCH,
+    "nvidia-modelopt==0.47.0",
+    "transformers<5.15",
+    "accelerate",
+    "datasets",
+    "peft",
+    "requests",
+)
 SIDE = Path(__file__).with_name("modelopt_side.py")
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit."""
@@ -46,74 +55,72 @@ def check(setting: Setting) -> Iterator[Entry]:
     """
     python = setting.python(NAME.lower(), *REQUIREMENTS)
     target = TargetModel.load(str(setting.target))
-    for what, run in ((LOADED, ours_in_theirs), (READ, theirs_in_ours)):
-        yield _entry(what, run, setting, python, target)
+    heads = setting.of("eagle3")
+    if not heads:
+        yield Entry(NAME, "modelopt", LOADED, SKIPPED, no_head("eagle3"), headway_versions())
+    for label, place in heads.items():
+        folder = setting.folder(f"{NAME.lower()}/{label}")
+        yield ours_in_theirs(label, read_head(place, target), folder, setting.target, python)
+    yield theirs_in_ours(setting.folder(f"{NAME.lower()}/trained"), setting.target, target, python)
 
 
-def _entry(
-    what: str,
-    run: Callable[[Setting, Path, TargetModel], tuple[str, dict[str, str]]],
-    setting: Setting,
-    python: Path,
-    target: TargetModel,
-) -> Entry:
-    """The entry of one check, whatever comes of it."""
-    versions: dict[str, str] = {}
-    try:
-        detail, versions = run(setting, python, target)
-        status = PASSED
-    except CannotRun as error:
-        status, detail = SKIPPED, str(error)
-    except ValueError as error:
-        status, detail = FAILED, str(error)
-    return Entry(NAME, "modelopt", what, status, " ".join(detail.split()), versions)
+def ours_in_theirs(label: str, head: Drafter, folder: Path, target: Path, python: Path) -> Entry:
+    """A trained head in their module.
 
-
-def ours_in_theirs(
-    setting: Setting, python: Path, target: TargetModel
-) -> tuple[str, dict[str, str]]:
-    """The trained head in their module.
-
-    Raises:
-        CannotRun: their side fails.
-        ValueError: logits differ.
+    Args:
+        label: of the head.
+        head: of family EAGLE-3.
+        folder: for its files.
+        target: folder of the target.
+        python: their interpreter.
     """
-    head = load_drafter(setting.head("eagle3"), target)
-    folder = setting.folder(NAME.lower())
-    write_as("modelopt", head, folder / "head")
+    export = export_for("tensorrt-llm", head, "modelopt", folder / "head")
+    if isinstance(export, str):
+        versions = headway_versions()
+        return Entry(NAME, "modelopt", LOADED, REFUSED, export, versions, head=label)
     save_file(golden_inputs(head), folder / "rows")
-    found = _side(python, "load", folder / "head", setting.target, folder / "rows")
     assert isinstance(head, Eagle3Drafter)
-    return f"{found['class']} takes every tensor; {_compared(head, folder / 'rows')}", _of(found)
+    try:
+        found = _side(python, "load", folder / "head", target, folder / "rows")
+        detail = f"{found['class']} takes every tensor; {_compared(head, folder / 'rows')}"
+    except ValueError as error:
+        return Entry(NAME, "modelopt", LOADED, FAILED, _line(error), headway_versions(), head=label)
+    limit = "as it trains"
+    return Entry(NAME, "modelopt", LOADED, PASSED, detail, _of(found), head=label, limit=limit)
 
 
-def theirs_in_ours(
-    setting: Setting, python: Path, target: TargetModel
-) -> tuple[str, dict[str, str]]:
+def theirs_in_ours(folder: Path, place: Path, target: TargetModel, python: Path) -> Entry:
     """A head that their trainer made, here.
 
-    Raises:
-        CannotRun: their side fails.
-        ValueError: it does not load, or logits differ.
+    Args:
+        folder: for its files.
+        place: folder of the target.
+        target: itself.
+        python: their interpreter.
     """
-    folder = setting.folder(NAME.lower()) / "trained"
-    found = _side(python, "train", setting.target, folder)
-    head = read_as("modelopt", folder / "head", target, torch.float32)
-    assert isinstance(head, Eagle3Drafter)
+    try:
+        found = _side(python, "train", place, folder)
+        head = read_as("modelopt", folder / "head", target, torch.float32)
+        assert isinstance(head, Eagle3Drafter)
+        compared = _compared(head, folder / "rows")
+    except ValueError as error:
+        return Entry(NAME, "modelopt", READ, FAILED, _line(error), headway_versions())
     kind = (head.config.rope_extension or {}).get("rope_type", "plain")
     detail = f"{found['steps']} steps of their trainer, written with {kind} RoPE, loaded"
-    return f"{detail}; {_compared(head, folder / 'rows')}", _of(found)
+    return Entry(NAME, "modelopt", READ, PASSED, f"{detail}; {compared}", _of(found))
+
+
+def _line(error: ValueError) -> str:
+    return " ".join(str(error).split())
 
 
 def _side(python: Path, *arguments: str | Path) -> dict[str, Any]:
     """What `modelopt_side` says in its last line.
 
     Raises:
-        CannotRun: it fails or takes too long.
+        ValueError: it fails or takes too long.
     """
-    command = [str(python), str(SIDE), *map(str, arguments)]
-    answer: dict[str, Any] = json.loads(output(command, timeout=SECONDS).strip().splitlines()[-1])
-    return answer
+    return answer([str(python), str(SIDE), *map(str, arguments)], SECONDS)
 
 
 def _of(found: dict[str, Any]) -> dict[str, str]:

@@ -10,7 +10,6 @@ target on both sides.
 Legend: T rows of text, S drafts, F captured layers, D hidden, Vd draft vocabulary.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,18 +19,35 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters import TargetModel, build_drafter, load_drafter
+from drafters import TargetModel, build_drafter
 from drafters.base import Drafter
-from drafters.export import dialect_named, golden_inputs, golden_logits, read_as, write_as
+from drafters.export import golden_inputs, golden_logits, read_as, read_head, write_as
 from drafters.export.golden import KeepingAttention
 from drafters.mtp import MtpDrafter
-from interop.results import FAILED, LOADED, PASSED, READ, SKIPPED, Entry
-from interop.setting import CannotRun, Setting, headway_versions, output
+from interop.exports import export_for
+from interop.results import FAILED, LOADED, PASSED, READ, REFUSED, Entry
+from interop.setting import TORCH, Setting, answer, headway_versions
 
 NAME = "speculators"
 KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 DIALECTS = tuple(f"speculators-{kind}" for kind in KINDS)
-REQUIREMENTS = ("speculators==0.9.0", "datasets")
+REQUIREMENTS = (
+    TORCH,
+    "transformers==5.19.0",
+    "aiohttp",
+    "datasets<=5.1",
+    "httpx",
+    "loguru",
+    "openai",
+    "protobuf",
+    "psutil",
+    "pydantic-settings",
+    "typer",
+)
+BARE = ("speculators==0.9.0", "hs-connectors==0.9.0")
+"""The first also asks for torchvision and torchaudio, which it does not import, but which ask for
+builds of torch with CUDA.
+"""
 SIDE = Path(__file__).with_name("speculators_side.py")
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit."""
@@ -64,6 +80,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 """Options of heads with random weights, tried beside the trained one: switches it does not have."""
 REDUCED = 4096  # Vd of those heads
+RANDOM = "random"  # their label
 
 
 @dataclass
@@ -84,11 +101,10 @@ class Side:
         """What `speculators_side` says in its last line.
 
         Raises:
-            CannotRun: it fails or takes too long.
+            ValueError: it fails or takes too long.
         """
         command = [str(self.python), str(SIDE), *map(str, arguments)]
-        lines = output(command, timeout=SECONDS).strip().splitlines()
-        found = json.loads(lines[-1])
+        found = answer(command, SECONDS)
         theirs = {f"their {name}": number for name, number in found.pop("versions").items()}
         speculators = theirs.pop("their speculators")
         self.versions = {"speculators": speculators, **theirs, **headway_versions()}
@@ -104,84 +120,87 @@ def check(setting: Setting) -> Iterator[Entry]:
     Raises:
         CannotRun: there is no environment for them.
     """
-    side = Side(setting, setting.python(NAME, *REQUIREMENTS))
+    side = Side(setting, setting.python(NAME, *REQUIREMENTS, bare=BARE))
     target = TargetModel.load(str(setting.target))
     for kind in KINDS:
-        yield _entry(kind, LOADED, side, lambda kind=kind: ours_in_theirs(kind, side, target))
-        yield _entry(kind, READ, side, lambda kind=kind: theirs_in_ours(kind, side, target))
+        try:
+            yield from ours_in_theirs(kind, side, target)
+        except (AssertionError, ValueError) as error:
+            yield _entry(kind, LOADED, FAILED, str(error), side)
+        try:
+            yield _entry(kind, READ, PASSED, theirs_in_ours(kind, side, target), side)
+        except (AssertionError, ValueError) as error:
+            yield _entry(kind, READ, FAILED, str(error), side)
 
 
-def _entry(kind: str, what: str, side: Side, run: Any) -> Entry:
-    """The entry of one check, whatever comes of it."""
-    try:
-        status, detail = PASSED, run()
-    except CannotRun as error:
-        status, detail = SKIPPED, str(error)
-    except (AssertionError, ValueError) as error:
-        status, detail = FAILED, str(error)
-    detail = " ".join(detail.split()) or type(detail).__name__
-    return Entry(NAME, f"speculators-{kind}", what, status, detail, side.versions)
+def _entry(kind: str, what: str, status: str, detail: str, side: Side, head: str = "") -> Entry:
+    """What came of one check."""
+    detail = " ".join(detail.split()) or status
+    versions = side.versions or headway_versions()
+    return Entry(NAME, f"speculators-{kind}", what, status, detail, versions, head=head)
 
 
-def ours_in_theirs(kind: str, side: Side, target: TargetModel) -> str:
-    """The trained head, and heads of random weights for every switch, in their class.
+def ours_in_theirs(kind: str, side: Side, target: TargetModel) -> Iterator[Entry]:
+    """Trained heads, and heads of random weights for every switch, in their class.
 
     Raises:
-        CannotRun: their side fails.
-        ValueError: logits differ.
+        ValueError: their side fails.
     """
-    ours: dict[Path, Tensor] = {}
-    labels = []
-    for number, (label, head) in enumerate(heads(kind, side.setting, target)):
-        folder = side.setting.folder(NAME) / f"{kind}-{number}"
-        write_as(f"speculators-{kind}", head, folder / "head")
+    ours: dict[str, dict[Path, Tensor]] = {}
+    for label, name, head in heads(kind, side.setting, target):
+        folder = side.setting.folder(f"{NAME}/{kind}-{label}/{name}")
+        export = export_for("", head, f"speculators-{kind}", folder / "head")
+        if isinstance(export, str):
+            yield _entry(kind, LOADED, REFUSED, export, side, label)
+            continue
         inputs = golden_inputs(head)
         save_file(inputs, folder / "rows")
-        ours[folder] = repeated(head, inputs) if kind == "mtp" else golden_logits(head, inputs)
-        labels.append(label)
-    answer = side.run("load", side.setting.target, *ours)
-    found = [compare(load_file(folder / "rows")["theirs"], ours[folder]) for folder in ours]
-    figures = ", ".join(f"{label} {x:.1e}" for label, x in zip(labels, found, strict=True))
-    return f"{answer['class']}: logits differ, of the largest, by: {figures}"
+        logits = repeated(head, inputs) if kind == "mtp" else golden_logits(head, inputs)
+        ours.setdefault(label, {})[folder] = logits
+    folders = [folder for found in ours.values() for folder in found]
+    answered = side.run("load", side.setting.target, *folders)
+    for label, found in ours.items():
+        try:
+            differences = [
+                f"{folder.name} {compare(load_file(folder / 'rows')['theirs'], logits):.1e}"
+                for folder, logits in found.items()
+            ]
+        except ValueError as error:
+            yield _entry(kind, LOADED, FAILED, str(error), side, label)
+            continue
+        said = f"{answered['class']}: logits differ, of the largest, by: {', '.join(differences)}"
+        yield _entry(kind, LOADED, PASSED, said, side, label)
 
 
 def theirs_in_ours(kind: str, side: Side, target: TargetModel) -> str:
     """A head that their trainer made, here.
 
     Raises:
-        CannotRun: their side fails.
-        ValueError: it does not load, or logits differ.
+        ValueError: their side fails, it does not load, or logits differ.
     """
     folder = side.setting.folder(NAME) / f"{kind}-trained"
     if kind == "mtp":
         write_start(folder, target)
-    answer = side.run("train", side.setting.target, folder, kind)
+    answered = side.run("train", side.setting.target, folder, kind)
     head = read_as(f"speculators-{kind}", folder / "head", target, torch.float32)
     rows = load_file(folder / "rows")
     theirs = rows.pop("theirs")
     ours = repeated(head, rows) if kind == "mtp" else golden_logits(head, rows)
     difference = compare(theirs, ours)
     return (
-        f"{answer['steps']} steps of their trainer, loaded as a {head.family} head: logits differ "
-        f"by {difference:.1e} of the largest"
+        f"{answered['steps']} steps of their trainer, loaded as a {head.family} head: logits "
+        f"differ by {difference:.1e} of the largest"
     )
 
 
-def heads(kind: str, setting: Setting, target: TargetModel) -> Iterator[tuple[str, Drafter]]:
-    """A trained head where there is one that the dialect can hold, then random ones; with what
-    they are.
-    """
-    try:
-        trained = load_drafter(setting.head(kind), target)
-        if not dialect_named(f"speculators-{kind}").refusals(trained):
-            yield "a trained head", trained
-    except CannotRun:
-        pass
+def heads(kind: str, setting: Setting, target: TargetModel) -> Iterator[tuple[str, str, Drafter]]:
+    """Trained heads, then random ones: label, what they are, and the head."""
+    for label, folder in setting.of(kind).items():
+        yield label, "trained", read_head(folder, target)
     for options in VARIANTS[kind]:
         reduced = {} if kind == "mtp" else {"draft_vocab_size": min(REDUCED, target.vocab_size)}
         named = [v if isinstance(v, str) else name for name, v in options.items()]
-        label = f"one with {' and '.join(named)}"
-        yield label, random_head(kind, target, **reduced, **options)
+        yield RANDOM, " and ".join(named), random_head(kind, target, **reduced, **options)
 
 
 def random_head(kind: str, target: TargetModel, **options: Any) -> Drafter:

@@ -7,7 +7,6 @@ published, so the target is a random Qwen3.5 of two layers with the tokenizer of
 Legend: T rows of text, D hidden, V vocabulary.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +22,19 @@ from drafters.export import check_as, read_head, write_as
 from drafters.export.golden import KeepingAttention, golden_difference
 from drafters.mtp import MtpDrafter
 from drafters.mtp_native import load_native_mtp
-from interop.results import FAILED, LOADED, PASSED, READ, ROUND_TRIP, STRICT, WRITTEN, Entry
-from interop.setting import Setting, headway_versions, output
-from interop.speculators_check import NAME, REQUIREMENTS, SECONDS, compare
+from interop.results import (
+    FAILED,
+    HEADWAY,
+    LOADED,
+    PASSED,
+    READ,
+    ROUND_TRIP,
+    STRICT,
+    WRITTEN,
+    Entry,
+)
+from interop.setting import Setting, answer, headway_versions
+from interop.speculators_check import BARE, NAME, RANDOM, REQUIREMENTS, SECONDS, compare
 
 DIALECTS = ("mtp-qwen",)
 SIDE = Path(__file__).with_name("stitch_side.py")
@@ -49,9 +58,9 @@ def check(setting: Setting) -> Iterator[Entry]:
         setting: the target, whose tokenizer is taken, environments and folders.
 
     Raises:
-        CannotRun: there is no environment, or their side fails.
+        CannotRun: there is no environment.
     """
-    python = setting.python(NAME, *REQUIREMENTS)
+    python = setting.python(NAME, *REQUIREMENTS, bare=BARE)
     folder = setting.folder("stitched")
     target = TargetModel.load(str(write_target(folder / "target", setting.target)))
     head = moved(load_native_mtp(target))
@@ -62,10 +71,10 @@ def check(setting: Setting) -> Iterator[Entry]:
     for old in ("theirs", "converted"):
         shutil.rmtree(folder / old, ignore_errors=True)
     paths = (folder / name for name in ("ours", "target", "rows", "theirs"))
-    lines = output([str(python), str(SIDE), *map(str, paths)], timeout=SECONDS).splitlines()
-    found = json.loads(lines[-1])
-    versions = {"speculators": found["versions"]["speculators"], **headway_versions()}
+    versions = headway_versions()
     try:
+        found = answer([str(python), str(SIDE), *map(str, paths)], SECONDS)
+        versions = {"speculators": found["versions"]["speculators"], **versions}
         theirs = load_file(folder / "rows")["theirs"]
         difference = compare(theirs, first_step(head, ids, hidden)[: len(theirs)])
         count = same_tensors(folder / "ours", folder / "theirs")
@@ -76,26 +85,28 @@ def check(setting: Setting) -> Iterator[Entry]:
             f"writes the same {count} tensors{without}"
         )
     except ValueError as error:
-        status, detail = FAILED, str(error)
-    yield Entry(NAME, "mtp-qwen", LOADED, status, detail, versions)
+        status, detail = FAILED, " ".join(str(error).split())
+    yield Entry(NAME, "mtp-qwen", LOADED, status, detail, versions, head=RANDOM)
 
 
 def files(head: MtpDrafter, folder: Path) -> Iterator[Entry]:
     """Written, read, read back exactly and checked, by Headway itself."""
-    name, versions = "random mtp", headway_versions()
+
+    def entry(check: str, status: str, detail: str) -> Entry:
+        return Entry(HEADWAY, "mtp-qwen", check, status, detail, headway_versions(), head=RANDOM)
+
     export = write_as("mtp-qwen", head, folder)
-    yield Entry(name, "mtp-qwen", WRITTEN, PASSED, f"{export.num_tensors} tensors", versions)
+    yield entry(WRITTEN, PASSED, f"{export.num_tensors} tensors")
     again = read_head(folder, head.target)
-    yield Entry(name, "mtp-qwen", READ, PASSED, f"a {again.family} head", versions)
+    yield entry(READ, PASSED, f"a {again.family} head")
     mine, theirs = head.state_dict(), again.state_dict()
     equal = golden_difference(head, again) == 0 and all(
         torch.equal(tensor, theirs[key]) for key, tensor in mine.items()
     )
     said = f"{len(mine)} tensors and the golden logits are {'equal' if equal else 'not equal'}"
-    status = PASSED if equal else FAILED
-    yield Entry(name, "mtp-qwen", ROUND_TRIP, status, said, versions)
+    yield entry(ROUND_TRIP, PASSED if equal else FAILED, said)
     check_as("mtp-qwen", folder, head.target)
-    yield Entry(name, "mtp-qwen", STRICT, PASSED, "index, count, names, shapes, values", versions)
+    yield entry(STRICT, PASSED, "index, count, names, shapes, values")
 
 
 def write_target(folder: Path, tokenizer: Path) -> Path:

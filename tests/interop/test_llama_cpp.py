@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from drafters import TargetModel
 from inference.generate import plain_generate
 from inference.measuring.evaluation import Prompt
+from interop import llama_cpp
 from interop.llama_cpp import table
 from interop.llama_cpp_compare import (
     Case,
@@ -28,8 +31,10 @@ from interop.llama_cpp_runs import (
     read_completion,
     read_simple,
 )
-from interop.setting import CannotRun
-from tests.tiny import tiny_target
+from interop.results import FAILED, LOADED, PASSED, REFUSED, SERVED, SKIPPED
+from interop.setting import CannotRun, Setting
+from interop.speculators_check import random_head
+from tests.tiny import save_tiny_target, tiny_target
 
 PROMPT = "<|im_start|>user\nWhich sea?<|im_end|>\n<|im_start|>assistant\nThe"
 
@@ -224,3 +229,47 @@ def test_tokens_of_the_server_are_compared() -> None:
     count_server(result, target, ours, Continuation(tokens=other, new_tokens=6, accepted=3))
     assert result.equal_server == 1
     assert "prompt p: other new token 3 (logits" in result.summary()
+
+
+def test_heads_are_refused_compared_or_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused is known before anything is built; one that its programs do not take leaves
+    the others their turn.
+    """
+    place = save_tiny_target(tmp_path / "target", torch.float32)
+    target = TargetModel.load(str(place))
+    options = {"gated": {"markov_type": "gated"}, "bad": {}, "good": {}}
+    for label, more in options.items():
+        head = random_head("dspark", target, num_layers=1, markov_rank=16, **more)
+        head.save_pretrained(tmp_path / label)
+
+    def compared(
+        llama: Any, target: Path, base: Path, exports: Any, *rest: Any, **more: Any
+    ) -> Any:
+        for label, dialect in exports:
+            if label == "bad":
+                raise CannotRun("the converter refuses")
+            yield Comparison(label, dialect, 5)
+
+    monkeypatch.setattr(llama_cpp, "compare_heads", compared)
+    monkeypatch.setattr(llama_cpp, "fetched", lambda setting: LlamaCpp(tmp_path, tmp_path))
+    monkeypatch.setattr(LlamaCpp, "convert", lambda *rest: tmp_path / "base.gguf")
+    setting = Setting(place, {label: tmp_path / label for label in options}, tmp_path)
+    entries = list(llama_cpp.check(setting))
+    found = {(entry.dialect, entry.head, entry.check): entry.status for entry in entries}
+    assert found["dspark", "gated", LOADED] == REFUSED
+    assert found["dspark", "bad", LOADED] == FAILED
+    assert ("dspark", "bad", SERVED) not in found
+    assert found["dspark", "good", LOADED] == PASSED
+    assert found["dspark", "good", SERVED] == FAILED  # nothing was compared
+    assert found["sglang", "", LOADED] == SKIPPED
+
+    def absent(setting: Setting) -> LlamaCpp:
+        raise CannotRun("no cmake")
+
+    monkeypatch.setattr(llama_cpp, "fetched", absent)
+    before = llama_cpp.check(Setting(place, {"gated": tmp_path / "gated"}, tmp_path))
+    assert REFUSED in {entry.status for entry in before}
+    with pytest.raises(CannotRun, match="no cmake"):
+        list(llama_cpp.check(setting))

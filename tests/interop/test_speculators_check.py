@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from drafters import TargetModel
 from drafters.export import golden_inputs, golden_logits, write_as
 from interop import speculators_check
-from interop.results import FAILED, LOADED, PASSED, READ, SKIPPED, Entry
-from interop.setting import CannotRun, Setting
+from interop.results import FAILED, LOADED, PASSED, READ, REFUSED, Entry
+from interop.setting import Setting
 from tests.drafters.export.speculators_engine import Network, block, chain, parallel
 from tests.tiny import save_tiny_target
 
@@ -78,7 +78,8 @@ def test_equal_logits_pass(
     run = their_side(TargetModel.load(str(folder)))
     loaded, read = checked(setting, kind, run, monkeypatch)
     assert (loaded.dialect, loaded.check, loaded.status) == (f"speculators-{kind}", LOADED, PASSED)
-    assert "logits differ, of the largest, by: one with " in loaded.detail
+    assert loaded.head == speculators_check.RANDOM
+    assert "logits differ, of the largest, by: " in loaded.detail
     assert loaded.versions == {"speculators": "0"}
     assert (read.check, read.status) == (READ, PASSED)
     assert "4 steps of their trainer" in read.detail
@@ -91,9 +92,27 @@ def test_other_logits_fail(setting: Setting, folder: Path, monkeypatch: pytest.M
     assert "logits differ by 1.0e-02 of the largest" in entries[0].detail
 
 
-def test_what_cannot_run_says_why(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_side_fails_a_check(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is there: what ends it is what was found."""
+
     def run(side: Any, *rest: Any) -> dict[str, Any]:
-        raise CannotRun("no such package")
+        raise ValueError("their side failed: no such tensor")
 
     entries = checked(setting, "mtp", run, monkeypatch)
-    assert [(entry.status, entry.detail) for entry in entries] == [(SKIPPED, "no such package")] * 2
+    assert [(entry.status, entry.check) for entry in entries] == [(FAILED, LOADED), (FAILED, READ)]
+    assert {entry.detail for entry in entries} == {"their side failed: no such tensor"}
+
+
+def test_every_trained_head_has_an_entry(
+    setting: Setting, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the dialect cannot hold is refused, and the others go on."""
+    target = TargetModel.load(str(folder))
+    heads = {"wide": {"num_layers": 1}, "biased": {"num_layers": 1, "attention_bias": True}}
+    for label, options in heads.items():
+        head = speculators_check.random_head("eagle3", target, **options)
+        head.save_pretrained(tmp_path / label)
+    given = Setting(folder, {x: tmp_path / x for x in heads}, tmp_path, setting.pythons)
+    entries = checked(given, "eagle3", their_side(target), monkeypatch)
+    found = {entry.head: entry.status for entry in entries if entry.check == LOADED}
+    assert found == {"wide": PASSED, "biased": REFUSED, speculators_check.RANDOM: PASSED}
