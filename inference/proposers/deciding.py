@@ -87,10 +87,8 @@ class Deciding:
         self._session: Session
 
     def start(self, session: Session) -> None:
-        """Other texts: what was learnt of the passages of the last ones does not hold."""
+        """Other texts."""
         self._session, self._choosers = session, {}
-        for estimate in self.shared.values():
-            estimate.start()
         if self.together is not None:
             self.together.start()
 

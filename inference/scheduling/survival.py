@@ -1,11 +1,10 @@
 """How often drafts are accepted, estimated while decoding.
 
 Pure: the standard library. Two counts are kept of every depth and rank. The slow one remembers
-about a thousand rounds and says what the drafts are worth on the whole; the fast one says what they
-are worth in this passage: it forgets within some dozens of rounds, whether drafts are made
-meanwhile or not, and at the start of a text. Its estimate is drawn towards the slow one's, and that
-one towards a prior: what earlier runs or a calibration have counted, and for a depth that nothing
-is known of, the depth before.
+about a thousand rounds and says what the drafts are worth on the whole; the fast one forgets within
+some dozens, whether drafts are made meanwhile or not, and says what they are worth in this passage.
+The fast one's estimate is drawn towards the slow one's, and that one towards a prior: what earlier
+runs or a calibration have counted, and for a depth that nothing is known of, the depth before.
 
 Letters: K depths, R ranks.
 """
@@ -133,10 +132,6 @@ class SurvivalEstimator:
             [self._trusted(level, rank) for rank in range(self.ranks)]
             for level in range(self.depths)
         ]
-
-    def start(self) -> None:
-        """Another text begins: nothing is known of its passages."""
-        self._fast = self._empty()
 
     def _trusted(self, level: int, rank: int) -> tuple[float, float]:
         """Accepted and tried, as far as the prior counts."""

@@ -338,20 +338,6 @@ def test_where_it_is_allowed_calls_and_sequences_learn_together() -> None:
     assert len({id(c.estimates["head"]) for c in proposer.deciding.lasting.values()}) == 1  # type: ignore
 
 
-def test_a_call_starts_with_what_was_learnt_on_the_whole() -> None:
-    """What was seen of the end of the last text is gone, the counts are not."""
-    proposer = AdaptiveProposer(draft_arms(), learning)
-    decode(target(), proposer)
-    estimate = proposer.estimates["copy"]
-    counts, last = estimate.counts(), estimate.table()
-    session = Session(EagerEngine(target()), None, 3, PhaseTimer(), "match", [0, 1, 2])
-    proposer.deciding.start(session)
-    assert estimate.counts() == counts and estimate.table() != last
-    before = estimate.table()
-    estimate.start()
-    assert estimate.table() == before
-
-
 # Confidence ---------------------------------------------------------------------------------------
 
 

@@ -149,18 +149,3 @@ def test_what_was_seen_of_other_texts_counts_for_some_rounds() -> None:
     for _ in range(6):
         text.observe(Outcome([], [1], 1))
     assert text.table()[0][0] < 0.25
-
-
-def test_another_text_begins_with_what_drafts_are_worth_on_the_whole() -> None:
-    """Good drafts in many rounds, bad ones in the last text: its end says nothing of the next."""
-    found = SurvivalEstimator(1)
-    for accepted in (1,) * 800 + (0,) * 200:
-        found.observe(chain(accepted, 1))
-        found.tick()
-    counts, here = found.counts(), found.table()[0][0]
-    found.start()
-    assert here < 0.3 and found.counts() == counts
-    accepted, tried = counts
-    assert found.table()[0][0] == pytest.approx(accepted[0][0] / tried[0][0], abs=0.01)
-    found.observe(chain(0, 1))
-    assert found.table()[0][0] < 0.85 * accepted[0][0] / tried[0][0]  # and is learnt anew at once
