@@ -5,9 +5,10 @@ acceptance, which are estimated online, and a cost table. The best is done. Two 
 keep learning cheap and mistakes small:
 
 * What is lost by trials. An arm that is not used tells nothing about itself. Where it might be
-  better than the best, for all that is known (`SurvivalEstimator.optimistic`), it is tried; what
-  trials have cost beside the best choice stays below a share of all seconds. So speculation that
-  was turned off comes back when the text changes.
+  better than the best, for all that is known (`SurvivalEstimator.optimistic`), it is tried, first
+  what has most to be hoped for what it is expected to cost: one draft tells whether an arm is worth
+  more of them. What trials have cost beside the best choice stays below a share of all seconds. So
+  speculation that was turned off comes back when the text changes.
 * What is lost against plain decoding, by trials or by wrong estimates. Nothing is speculated whose
   failure would take it beyond an allowance and a share of all seconds: after n tokens at most about
   allowance / n + share slower than plain, whatever the drafts are worth (a conservative bandit,
@@ -30,6 +31,9 @@ from inference.scheduling.survival import NOTHING, Outcome, Prior, SurvivalEstim
 
 CONTEXT_STEP = 64
 """Seconds are looked up at multiples of so many tokens."""
+LEAST_LOSS = 0.01
+"""Share of a round; trials that are expected to cost less are equally cheap: choices that come close
+to the best by their estimates are often those that these flatter."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,10 @@ class ControllerSettings:
         half_life: see `SurvivalEstimator`.
     """
 
-    trials: float = 0.01
+    trials: float = 0.005
     losses: float = 0.01
     allowance: float = 6.0
-    first_trials: float = 4.0
+    first_trials: float = 2.0
     credit: float = 50.0
     margin: float = 0.01
     half_life: float = 64.0
@@ -249,7 +253,8 @@ class Controller:
     def _trial(
         self, best: Choice, plain: Choice, hoped: Sequence[Choice], raw: Mapping[tuple, Choice]
     ) -> Choice:
-        """The most promising choice, if it is promising enough and can be paid; else the best.
+        """The choice with most to be hoped for what it is expected to cost, if there is something to
+        be hoped and it can be paid; else the best.
 
         Args:
             best: choice, by the estimates.
@@ -258,17 +263,21 @@ class Controller:
             raw: what they are expected to be, by what is done.
         """
         allowance = self.settings.first_trials / best.rate
-        promising = [choice for choice in hoped if choice.rate > best.rate]
-        if not promising:
-            return best
-        tried = best_choice(promising)
-        expected = self._corrected(raw[tried.same])
-        loss = expected.seconds - expected.tokens / best.rate
-        if tried.arm is not None and tried.arm != best.arm:
-            loss += self._beyond.get(tried.arm, 0.0)
-        if self._safe(tried, plain) and self._trials.affords(loss, allowance, self.passed):
-            return expected
-        return best
+        found, most = best, 0.0
+        for hope in hoped:
+            expected = self._corrected(raw[hope.same])
+            seconds = expected.seconds
+            if hope.arm is not None and hope.arm != best.arm:
+                seconds += self._beyond.get(hope.arm, 0.0)
+            loss = seconds - expected.tokens / best.rate
+            worth = (hope.tokens - best.rate * seconds) / max(loss, LEAST_LOSS * seconds)
+            if (
+                worth > most
+                and self._trials.affords(loss, allowance, self.passed)
+                and self._safe(hope, plain)
+            ):
+                found, most = expected, worth
+        return found
 
 
 def add_estimates(

@@ -219,9 +219,8 @@ def test_auto_makes_the_choices_of_the_decoder(name: str, costs: str, known: boo
 def test_the_choices_compared_are_of_many_kinds() -> None:
     """Otherwise the test above would say little."""
     arms_used, kinds, cut = set(), set(), 0
-    cases = itertools.product(("eagle3", "eagle3 confident"), TABLES.values(), ({}, PRIORS))
-    for name, costs, priors in cases:
-        replay = player(target(), arms(name), costs, priors)
+    for name, costs, known in CASES:
+        replay = player(target(), arms(name), TABLES[costs], PRIORS if known else {})
         for text in recorded(name):
             for done in replay.play(text):
                 arm, _, top_k, size = done.does
