@@ -32,8 +32,8 @@ from inference.scheduling.survival import NOTHING, Outcome, Prior, SurvivalEstim
 CONTEXT_STEP = 64
 """Seconds are looked up at multiples of so many tokens."""
 LEAST_LOSS = 0.01
-"""Share of a round; trials that are expected to cost less are equally cheap: choices that come close
-to the best by their estimates are often those that these flatter."""
+"""Share of a round; trials that are expected to cost less are equally cheap: choices that come
+close to the best by their estimates are often those that these flatter."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class Controller:
     def _trial(
         self, best: Choice, plain: Choice, hoped: Sequence[Choice], raw: Mapping[tuple, Choice]
     ) -> Choice:
-        """The choice with most to be hoped for what it is expected to cost, if there is something to
-        be hoped and it can be paid; else the best.
+        """The choice with most to be hoped for what it is expected to cost, if there is something
+        to be hoped and it can be paid; else the best.
 
         Args:
             best: choice, by the estimates.
