@@ -2,8 +2,8 @@
 
     python -m scripts.diagnose outputs/eagle3/head --target targets/smollm2-135m
 
-The head may be of any dialect that can be recognised: Headway's own, EAGLE-3 as SGLang, SpecForge,
-EAGLE, vLLM, speculators or ModelOpt write it, EAGLE-1, Medusa (official or vLLM's), DFlash.
+The head may be of any family, in any dialect that `scripts.export` writes or `scripts.import_head`
+reads.
 
 First the file is looked at: what it records about its target and template, tensors that are
 missing, left over, zero, random, transposed or not finite, vocabulary, rotary base and range. Then
@@ -14,9 +14,10 @@ margin (at least 0.03 and 7 % of overlap, and five standard errors) names the fa
 usual conventions, such as layer ids one off, 0.008 and 3.5 are enough. With two faults, the second
 is looked for with the first undone. More --prompts find smaller faults.
 
-`ok` is not a promise: it says that nothing was found with so much text. `unknown` says that the
-file, or the command line, does not have what the check needs. The last line is one JSON object; the
-exit code is 1 where a fault was found.
+`ok` is not a promise: it says that nothing was found with so much text. `weak` says that nothing is
+wrong that could be seen, but that the head has learnt little. `unknown` says that the file, or the
+command line, does not have what the check needs. The last line is one JSON object; the exit code is
+1 where a fault was found.
 """
 
 import argparse

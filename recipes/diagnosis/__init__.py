@@ -8,7 +8,7 @@ its agreement with the target by a wide margin is named.
 from recipes.diagnosis.diagnose import Diagnosis, diagnose
 from recipes.diagnosis.evidence import Document, Evidence, gather
 from recipes.diagnosis.files import LoadedHead, load_head
-from recipes.diagnosis.findings import CHECKS, FAULT, OK, UNKNOWN, Finding
+from recipes.diagnosis.findings import CHECKS, FAULT, OK, UNKNOWN, WEAK, Finding
 from recipes.diagnosis.static import Serving
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "FAULT",
     "OK",
     "UNKNOWN",
+    "WEAK",
     "Diagnosis",
     "Document",
     "Evidence",

@@ -1,23 +1,22 @@
-"""The diagnosis: static checks, then hypotheses on text, the best one first.
-
-While some reading of the head beats the present one by a wide margin, the best is taken as a fault
-and the search goes on from there, so that two faults in one head are both found.
+"""The diagnosis: the file, what was recorded with it, hypotheses on text, and what the head is
+worth with its faults undone.
 
 Legend: n places.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from drafters import Drafter, TargetModel
-from recipes.diagnosis.evidence import Evidence, Score, View, gain, wins
+from drafters.config import default_feature_layers, spread_feature_layers
+from recipes.diagnosis.evidence import Evidence, Score, View, training_pass
 from recipes.diagnosis.files import LoadedHead
-from recipes.diagnosis.findings import FAULT, Finding, fault, fine, in_order, unknown
-from recipes.diagnosis.hypotheses import Hypothesis, hypotheses, reading
+from recipes.diagnosis.findings import FAULT, Finding, fault, fine, in_order, unknown, weak
+from recipes.diagnosis.recorded import check_altered, compare_recorded
+from recipes.diagnosis.search import LITTLE, NOTHING_Z, Progress, Search
 from recipes.diagnosis.static import (
     Serving,
     check_rope,
@@ -27,23 +26,21 @@ from recipes.diagnosis.static import (
 )
 from recipes.parity import ParityError, check_parity
 from training.data.chat import TokenizedRow
-from training.objectives import ObjectiveOptions, build_objective
 
-MAX_FAULTS = 3
-NEARLY = 0.9
-"""A hypothesis explains a head as well as the best one with this part of its gain."""
-EXPLAINED = 0.25
-"""A leak explains a head that has at most this part of the skill it has with the leak."""
 PROMPT_SKILL, PROMPT_Z = 0.1, 4.0
-"""How much more skill on prompts than on answers, and at how many standard errors, says that the
-mask was wrong."""
+"""How much skill on prompts, and how much more than on answers, at how many standard errors, says
+that the mask was wrong."""
+KNOWS_GAIN, KNOWS_Z = 0.003, 5.0
+"""How much better drafts fit their own place than another one, and at how many standard errors, in
+a head that has learned something."""
+FREQUENCIES = 0.8
+"""Part of the overlap of the best single law that a head has at least, if it has learned how
+frequent tokens are."""
 COVERAGE = 0.6
 """Share of the target's tokens that a draft vocabulary should cover."""
 
 _ENOUGH = ("fingerprint", "tensors", "dtype", "vocabulary")
 """Faults that explain a head that drafts nothing, without a word about its training."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,13 @@ def diagnose(
         return Diagnosis(in_order(_completed(findings, False)), [], [], 0.0, 0, 0, 0.0)
     say("parity of the training and the decode pass")
     findings.append(check_passes(loaded.head, target, evidence))
+    compared = compare_recorded(loaded, findings)
     search = Search(loaded.head, View(loaded.layers), evidence, say)
-    findings += search.run()
+    search.go_on(compared.head, compared.view)
+    findings += compared.findings + search.run()
+    findings += check_altered(compared, loaded, search.head)
+    if not compared.fits and not any(found.check == "layer ids" for found in findings):
+        findings += check_neighbours(search)
     findings += check_coverage(search.head, evidence)
     explained = any(found.verdict == FAULT and found.check in _ENOUGH for found in findings)
     findings += check_learned(search, evidence, explained)
@@ -111,79 +113,18 @@ def diagnose(
     return Diagnosis(
         in_order(_completed(findings, True)),
         [score.mean for score in scores],
-        [score.agree.double().mean().item() for score in scores],
+        [score.agree.nanmean().item() for score in scores],
         evidence.constant(),
-        len(scores[0].overlap),
+        scores[0].places,
         search.tried,
         search.scores[0].mean,
     )
 
 
-class Search:
-    """Hypotheses, tried one after the other.
-
-    Attributes:
-        head, view: the reading so far, with the faults found undone.
-        first: agreement by depth of the head as it is.
-        scores: of the reading so far.
-        found: what was wrong.
-        tried: readings measured.
-    """
-
-    def __init__(self, head: Drafter, view: View, evidence: Evidence, say: Progress) -> None:
-        self.head, self.view, self.evidence, self.say = head, view, evidence, say
-        self.first = self.scores = evidence.measure(head, view)
-        self.found: list[Finding] = []
-        self.tried = 0
-        self.constant = evidence.constant()
-
-    def run(self) -> list[Finding]:
-        """Find faults until no hypothesis wins, or one that only explains."""
-        while len(self.found) < MAX_FAULTS and (best := self._best()):
-            hypothesis, scores, (head, view) = best
-            depth = hypothesis.depth
-            raised, z = gain(scores[depth], self.scores[depth])
-            self.found.append(
-                fault(
-                    hypothesis.check,
-                    hypothesis.message,
-                    hypothesis.fix,
-                    overlap=self.scores[depth].mean,
-                    overlap_undone=self.scores[depth].mean + raised,
-                    standard_errors=z,
-                )
-            )
-            self.head, self.view, self.scores = head, view, self.evidence.measure(head, view)
-            if hypothesis.leaks:  # the head is not as it was in training: nothing more to learn
-                break
-        return self.found
-
-    def _best(self) -> tuple[Hypothesis, list[Score], tuple[Drafter, View]] | None:
-        won = []
-        for hypothesis in hypotheses(self.head, self.view):
-            other = reading(self.head, self.view, hypothesis)
-            if other is None:
-                continue
-            self.say(f"{hypothesis.check}: {hypothesis.message}")
-            scores = self.evidence.measure(*other, depths=hypothesis.depth + 1)
-            self.tried += 1
-            pair = (scores[hypothesis.depth], self.scores[hypothesis.depth])
-            if wins(*pair, hypothesis.subtle) and self._explains(hypothesis, pair):
-                won.append((gain(*pair)[0], hypothesis, scores, other))
-        if not won:
-            return None
-        most = max(raised for raised, *_ in won)
-        return next((h, s, o) for raised, h, s, o in won if raised >= NEARLY * most)
-
-    def _explains(self, hypothesis: Hypothesis, pair: tuple[Score, Score]) -> bool:
-        better, base = (score.mean - self.constant for score in pair)
-        return better > 0 and (not hypothesis.leaks or base <= EXPLAINED * better)
-
-
 def check_passes(head: Drafter, target: TargetModel, evidence: Evidence) -> Finding:
     """The project's own parity check on the longest document."""
     longest = max((seen.document.ids for seen in evidence.seen), key=len)
-    objective = build_objective(head, ObjectiveOptions())
+    objective = training_pass(head)
     if len(longest) < objective.depths + 6:
         return unknown("parity", f"the longest text has only {len(longest)} tokens")
     try:
@@ -194,15 +135,37 @@ def check_passes(head: Drafter, target: TargetModel, evidence: Evidence) -> Find
     return fine("parity", error=report.error, positions=report.positions)
 
 
+def check_neighbours(search: Search) -> list[Finding]:
+    """Layers that are all one beside the usual ones: two conventions differ so, and neighbouring
+    layers of a deep target are too much alike for text to tell.
+    """
+    layers, count = search.view.layers, search.head.target.num_layers
+    usual = []
+    if count >= 4 and len(layers) > 1:
+        usual.append(spread_feature_layers(count, len(layers)))
+    if len(layers) == 3:
+        usual.append(default_feature_layers(count))
+    for side, by in (("above", 1), ("below", -1)):
+        moved = [layer - by for layer in layers]
+        if moved in usual and list(layers) not in usual:
+            other = replace(search.view, layers=tuple(moved))
+            numbers = {
+                "overlap": search.scores[0].mean,
+                "overlap as usual": search.evidence.measure(search.head, other)[0].mean,
+            }
+            message = (
+                f"each of {list(layers)} is one {side} the usual {moved}: taken from a file of the "
+                "other convention? (SGLang's are one lower.) On this text it hardly matters"
+            )
+            return [unknown("layer ids", message, **numbers)]
+    return []
+
+
 def check_coverage(head: Drafter, evidence: Evidence) -> list[Finding]:
     """Whether the draft vocabulary has what the target says here."""
     vocab = head.draft_vocab
     if vocab is None:
         return []
-    if int(vocab.min()) < 0 or int(vocab.max()) >= evidence.target.vocab_size:
-        return [
-            fault("vocabulary", "draft_vocab leads out of the target's vocabulary", "export again")
-        ]
     if vocab.unique().numel() < vocab.numel():
         return [fault("vocabulary", "draft_vocab has a token twice", "export again")]
     laws = torch.cat([seen.law[evidence.roots(seen, "answer")] for seen in evidence.seen])
@@ -227,40 +190,63 @@ def check_learned(search: Search, evidence: Evidence, explained: bool) -> list[F
     where it learned that. ``explained``: by a fault that is known already.
     """
     score, constant = search.scores[0], search.constant
-    error = score.overlap.double().std().item() / math.sqrt(len(score.overlap))
     numbers: dict[str, Any] = {"overlap": score.mean, "one law for all": constant}
     found = []
-    untrained = score.mean < constant + 3 * error
+    untrained = score.mean < constant + NOTHING_Z * score.error
     prompts = evidence.measure(search.head, search.view, "prompt")
-    if not prompts or len(prompts[0].overlap) < 20:
+    if not prompts or prompts[0].places < 20:
         found.append(unknown("mask", "too little text of prompts to tell"))
     else:
         found.append(_compare_parts(score, prompts[0], constant, evidence.constant("prompt")))
-    if untrained and (explained or found[0].verdict == FAULT):
-        found.append(unknown("trained", "the faults above explain what it drafts", **numbers))
-    elif untrained:
-        found.append(
-            fault(
-                "trained",
-                "no better than one and the same law everywhere, and nothing tried undoes it",
-                "untrained, trained for another target, or with two faults at once",
-                **numbers,
-            )
-        )
-    else:
-        found.append(fine("trained", **numbers))
+    found.append(_verdict(search, evidence, numbers, untrained, explained or _faulty(found)))
     return found
+
+
+def _verdict(
+    search: Search, evidence: Evidence, numbers: dict[str, Any], untrained: bool, explained: bool
+) -> Finding:
+    """What a head's drafts are worth, ``untrained`` ones being no better than one law for all."""
+    if untrained and explained:
+        return unknown("trained", "the faults above explain what it drafts", **numbers)
+    if not untrained:
+        if search.skill(search.scores[0]) >= LITTLE:
+            return fine("trained", **numbers)
+        return weak("trained", "little better than one and the same law everywhere", **numbers)
+    more, z = evidence.knowledge(search.head, search.view)
+    numbers |= {"own place over another": more}
+    if more >= KNOWS_GAIN and z >= KNOWS_Z:
+        return weak(
+            "trained",
+            "it knows its places apart, and yet is no better than one and the same law everywhere: "
+            "little trained; what costs less than it knows cannot be seen",
+            **numbers,
+        )
+    if search.scores[0].mean >= FREQUENCIES * search.constant:
+        return weak(
+            "trained",
+            "it has learned how frequent tokens are and nothing of their places: hardly trained, "
+            "or with more than one fault; whatever is wrong with it cannot be seen",
+            **numbers,
+        )
+    return fault(
+        "trained",
+        "no better than one and the same law everywhere, and nothing tried undoes it",
+        "untrained, trained for another target, or with two faults at once",
+        **numbers,
+    )
+
+
+def _faulty(findings: list[Finding]) -> bool:
+    return any(finding.verdict == FAULT for finding in findings)
 
 
 def _compare_parts(answer: Score, prompt: Score, floor: float, prompt_floor: float) -> Finding:
     """Skill is the way from the constant law to certainty."""
     skill = (answer.mean - floor) / (1 - floor)
     other = (prompt.mean - prompt_floor) / (1 - prompt_floor)
-    variance = answer.overlap.double().var().item() / len(answer.overlap)
-    variance += prompt.overlap.double().var().item() / len(prompt.overlap)
-    z = (other - skill) / max(math.sqrt(variance), 1e-9)
+    z = (other - skill) / max(math.hypot(answer.error, prompt.error), 1e-9)
     numbers: dict[str, Any] = {"skill on answers": skill, "skill on prompts": other}
-    if other - skill >= PROMPT_SKILL and z >= PROMPT_Z:
+    if min(other, other - skill) >= PROMPT_SKILL and z >= PROMPT_Z:
         return fault(
             "mask",
             "it drafts prompts better than answers: prompts were supervised, answers were not",
@@ -273,17 +259,24 @@ def _compare_parts(answer: Score, prompt: Score, floor: float, prompt_floor: flo
 def _completed(findings: list[Finding], measured: bool) -> list[Finding]:
     """With an "ok", or where nothing was measured an "unknown", for checks that said nothing."""
     said = {finding.check for finding in findings}
-    static = {"tensors", "transposed", "dtype"}
+    static = {"config", "tensors", "transposed", "dtype"}
     rest = (
+        "config",
         "tensors",
         "transposed",
         "dtype",
         "vocabulary",
+        "embedding",
         "layer ids",
         "concat",
+        "order",
         "norm",
         "heads",
+        "window",
         "mask token",
+        "block size",
+        "causality",
+        "anchor",
         "pairing",
         "mask",
     )

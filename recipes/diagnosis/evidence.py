@@ -13,6 +13,7 @@ Legend: T tokens of a document, D hidden, L layers of the target, F captured lay
 draft vocabulary, n places, K depths.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,9 @@ LEAST_GAIN, LEAST_Z, LEAST_SHARE = 0.03, 5.0, 0.07
 """A reading beats another by so much overlap, so many standard errors, and such a part of it."""
 SUBTLE_GAIN, SUBTLE_Z = 0.008, 3.5
 """The same for faults that cost little: neighbouring layers of a deep target are much alike."""
+FIRST, HOPELESS_Z = 3, 4.0
+"""One part in so many of the text is looked at first. A reading whose gain there lies so many
+standard errors below what it needs is not looked at further."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Score:
-    """Agreement at one depth, place by place.
+    """Agreement place by place, at one depth or over several; NaN where a draft lies behind its
+    document.
 
     Attributes:
         overlap: (n,) in [0, 1].
-        agree: (n,) bool, the head's best token is the target's.
+        agree: (n,) whether the head's best token is the target's.
         surprise: (n,) cross-entropy -Σ p log q over the draft vocabulary, in nats.
     """
 
@@ -98,7 +103,17 @@ class Score:
     @property
     def mean(self) -> float:
         """Mean overlap."""
-        return self.overlap.double().mean().item()
+        return _mean_and_error(self.overlap)[0]
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return _mean_and_error(self.overlap)[1]
+
+    @property
+    def places(self) -> int:
+        """How many were measured."""
+        return int(self.overlap.isfinite().sum())
 
 
 class Evidence:
@@ -116,6 +131,13 @@ class Evidence:
         table = torch.tensor([seen.document.ids[:first] for seen in self.seen])
         same = (table == table[:1]).all(0).long()
         self.shared = int(same.cumprod(0).sum()) if len(self.seen) > 1 else 0
+
+    def beginning(self) -> "Evidence":
+        """The first few documents, for a first look."""
+        few = copy.copy(self)
+        few.seen = self.seen[: -(-len(self.seen) // FIRST)]
+        few.law = self.law[: sum(len(seen.law) for seen in few.seen)]
+        return few
 
     def roots(self, seen: Seen, part: str) -> Tensor:
         """(n,) columns of the last committed token: of the answer, or of the prompt behind what
@@ -142,8 +164,11 @@ class Evidence:
             view: how it is read.
             part: "answer" or "prompt", the places that are drafted.
             depths: the first so many; None takes all.
+
+        Returns:
+            As many depths as the texts are long enough for.
         """
-        objective = _objective(head)
+        objective = training_pass(head)
         own = [self.roots(seen, part) for seen in self.seen]
         starts = self._starts()
         roots = torch.cat([start + one for start, one in zip(starts, own, strict=False)])
@@ -157,8 +182,29 @@ class Evidence:
         for depth, rows in enumerate(hidden[:depths]):
             place = roots + depth + view.label_shift
             there = (place >= 0) & (place < ends)
-            scores.append(_compare(objective, rows[there], self.law[place[there]], depth))
+            if there.sum() < 2:  # all texts end before
+                break
+            found = _compare(objective, rows[there], self.law[place[there]], depth)
+            scores.append(_spread(found, there))
         return scores
+
+    @torch.no_grad()
+    def knowledge(self, head: Drafter, view: View) -> tuple[float, float]:
+        """What a head's first drafts know of their own places: mean difference between the overlap
+        with the law of the same place and that with the law of another, and its standard errors.
+        """
+        objective = training_pass(head)
+        roots = torch.cat(
+            [
+                start + self.roots(seen, "answer")
+                for start, seen in zip(self._starts(), self.seen, strict=False)
+            ]
+        )
+        rows = objective.forced(_packed(self.seen, view), roots)[0]
+        law = self.law[roots]
+        there = _compare(objective, rows, law, 0)
+        elsewhere = _compare(objective, rows, law.roll(len(law) // 2, 0), 0)
+        return gain(there, elsewhere)
 
     def _starts(self) -> list[int]:
         """Where each document starts in the packed sequence, and where the last one ends."""
@@ -178,6 +224,15 @@ def gather(
     return Evidence(target, documents)
 
 
+def pooled(scores: Sequence[Score]) -> Score:
+    """Several depths as one: the mean of each place."""
+    parts = [
+        torch.stack([getattr(score, name) for score in scores]).nanmean(0)
+        for name in ("overlap", "agree", "surprise")
+    ]
+    return Score(*parts)
+
+
 def gain(better: Score, base: Score) -> tuple[float, float]:
     """Mean difference of overlap, and how many standard errors that is."""
     return _paired(better.overlap - base.overlap)
@@ -194,11 +249,20 @@ def wins(better: Score, base: Score, subtle: bool = False) -> bool:
     return mean >= max(LEAST_GAIN, LEAST_SHARE * base.mean) and z >= LEAST_Z
 
 
+def hopeless(better: Score, base: Score, subtle: bool = False) -> bool:
+    """Whether a part of the text shows that a reading cannot win."""
+    mean, error = _mean_and_error(better.overlap - base.overlap)
+    return mean + HOPELESS_Z * error < (SUBTLE_GAIN if subtle else LEAST_GAIN)
+
+
 def _paired(difference: Tensor) -> tuple[float, float]:
-    wide = difference.double()
-    error = wide.std().item() / math.sqrt(len(wide))
-    mean = wide.mean().item()
+    mean, error = _mean_and_error(difference)
     return mean, mean / max(error, 1e-9)
+
+
+def _mean_and_error(values: Tensor) -> tuple[float, float]:
+    wide = values[values.isfinite()].double()
+    return wide.mean().item(), wide.std().item() / math.sqrt(len(wide))
 
 
 @torch.no_grad()
@@ -240,7 +304,7 @@ def _packed(documents: Sequence[Seen], view: View) -> TargetBatch:
     )
 
 
-def _objective(head: Drafter) -> Objective:
+def training_pass(head: Drafter) -> Objective:
     """The training pass of a head, in float32 and without noise."""
     recursive = head.family in RECURSIVE and head.num_drafts is None
     options = ObjectiveOptions(steps=STEPS) if recursive else ObjectiveOptions()
@@ -257,4 +321,13 @@ def _compare(objective: Objective, rows: Tensor, law: Tensor, depth: int) -> Sco
     p = law if vocab is None else law[:, vocab]
     agree = head.to_target_ids(logits.argmax(-1)) == law.argmax(-1)
     surprise = -(p * log_q).sum(-1)
-    return Score(torch.minimum(p, log_q.exp()).sum(-1), agree, surprise)
+    return Score(torch.minimum(p, log_q.exp()).sum(-1), agree.float(), surprise)
+
+
+def _spread(score: Score, there: Tensor) -> Score:
+    """Values of the places that are ``there`` (n,), and NaN for the others."""
+    parts = [
+        value.new_full(there.shape, math.nan).masked_scatter(there, value)
+        for value in (score.overlap, score.agree, score.surprise)
+    ]
+    return Score(*parts)

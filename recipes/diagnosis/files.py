@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter, TargetModel
-from drafters.block import choose_mask_token
 from drafters.config import default_feature_layers, spread_feature_layers
-from drafters.export.folder import CONFIG, ExportError, read_json, read_tensors
+from drafters.export.folder import CONFIG, MANIFEST, read_json
 from drafters.families import DFlashConfig, Eagle3Config
 from drafters.loading import FAMILIES, build_config
-from recipes.diagnosis.dialects import Translated, translate
 from recipes.diagnosis.findings import Finding, fault
+from recipes.diagnosis.reading import ODD, Translated, translate
+from recipes.diagnosis.repairs import likely_mask
 
-_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 _RECORDED = ("target_name", "target_fingerprint", "reference")
 
 
@@ -35,9 +34,8 @@ class LoadedHead:
         dialect: whose file it is.
         head: in float32, with the target attached, whether or not it is the right one.
         layers: the feature layers as the file names them, as far as the target has them.
-        stored: tensors of the file by Headway's names, as stored.
+        stored: tensors of the file by its own names, as stored.
         recorded: the target's fingerprint in the file, empty where there is none.
-        embedding: the target's embedding, where the file has a copy.
         findings: what did not fit.
     """
 
@@ -47,7 +45,6 @@ class LoadedHead:
     layers: tuple[int, ...]
     stored: dict[str, Tensor]
     recorded: dict[str, str]
-    embedding: Tensor | None = None
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -68,59 +65,56 @@ def load_head(folder: str | Path, target: TargetModel) -> LoadedHead:
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    tensors = _tensors(folder)
-    found = translate(config, tensors, target)
-    _check_shape(config, found, target)
-    layers = _usable_layers(found, target)
-    head = _build(found, layers, target)
-    missing = _fill(head, found)
+    _check_shape(config, target)
+    try:
+        found, head, layers = _read(folder, config, target)
+    except ODD as error:
+        raise ValueError(
+            f"{folder}: {CONFIG} describes no head that can be built "
+            f"({type(error).__name__}: {error}): a key is missing or has an odd value"
+        ) from error
     recorded = config.get("target_fingerprint") or _manifest(folder).get("target_fingerprint") or {}
-    return LoadedHead(
-        folder,
-        found.dialect,
-        head,
-        layers,
-        {name: tensor for name, tensor in found.state.items() if name not in missing},
-        dict(recorded),
-        found.embedding,
-        found.findings,
-    )
+    if not isinstance(recorded, dict):
+        raise ValueError(
+            f"{folder}: target_fingerprint must be an object, got {recorded!r}: remove it"
+        )
+    return LoadedHead(folder, found.dialect, head, layers, found.stored, recorded, found.findings)
+
+
+def _read(
+    folder: Path, config: dict[str, Any], target: TargetModel
+) -> tuple[Translated, Drafter, tuple[int, ...]]:
+    """The file in Headway's words, the head, and its layers."""
+    found = translate(folder, config, target)
+    layers = _usable_layers(found, target)
+    if found.ready is not None:
+        return found, nn.Module.to(found.ready, dtype=torch.float32), layers
+    head = _build(found, layers, target)
+    _fill(head, found)
+    return found, head, layers
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "export.json"
+    path = folder / MANIFEST
     return read_json(path) if path.exists() else {}
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    files = [path for path in sorted(folder.glob("*.safetensors")) if path.stem != "golden"]
-    found: dict[str, Tensor] = {}
-    for path in files:
-        found |= read_tensors(path)
-    pickles = [name for name in _PICKLES if (folder / name).exists()]
-    if not found and pickles:
-        raise ExportError(
-            f"{folder}: {pickles[0]} is a pickle, which may run code when it is opened: have its "
-            "tensors saved as model.safetensors where you trust it"
-        )
-    if not found:
-        raise ExportError(f"{folder}: no tensors: model.safetensors is missing")
-    return found
-
-
-def _check_shape(config: dict[str, Any], found: Translated, target: TargetModel) -> None:
-    """Sizes in the file that only another target can have."""
+def _check_shape(config: dict[str, Any], target: TargetModel) -> None:
+    """Sizes in the file that only another target can have; Medusa's configs are copied about, and
+    their vocabulary is no word of the head's own.
+    """
     wanted = {
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "target_num_layers": target.num_layers,
+        "num_target_layers": target.num_layers,
     }
-    inner = {**(config.get("transformer_layer_config") or {}), **config}
+    nested = config.get("transformer_layer_config") or config.get("text_config") or {}
+    inner = {**nested, **config} if isinstance(nested, dict) else config
+    medusa = any(name.startswith("medusa") for name in config)
     for name, theirs in wanted.items():
-        if inner.get(name) not in (None, theirs) and (
-            name != "vocab_size" or found.family != "medusa"
-        ):
+        if inner.get(name) not in (None, theirs) and not (medusa and name == "vocab_size"):
             raise WrongShape(
                 f"{name} is {inner[name]} in the head's config and {theirs} in {target.name!r}"
             )
@@ -130,14 +124,16 @@ def _usable_layers(found: Translated, target: TargetModel) -> tuple[int, ...]:
     """The layers the file names, or the defaults where the target has no such layers."""
     if not issubclass(FAMILIES[found.family].config_class, Eagle3Config | DFlashConfig):
         return ()
-    fc = found.state.get("fc.weight")
-    count = max(fc.shape) // target.hidden_size if fc is not None else 3
-    default = default_feature_layers(target.num_layers)
-    if found.family in ("dflash", "dspark") or count != len(default):
-        default = (spread_feature_layers(target.num_layers) * count)[:count]
-    layers = found.layers or tuple(default)
+    fc, layers = found.state.get("fc.weight"), found.layers
+    count = max(fc.shape) // target.hidden_size if fc is not None else len(layers) or 3
     if len(layers) == count and all(0 <= layer < target.num_layers for layer in layers):
         return layers
+    if found.family in ("dflash", "dspark") or count != 3:
+        default = (spread_feature_layers(target.num_layers) * count)[:count]
+    else:
+        default = default_feature_layers(target.num_layers)
+    if not layers:
+        return tuple(default)
     found.findings.append(
         fault(
             "layer ids",
@@ -154,15 +150,13 @@ def _build(found: Translated, layers: tuple[int, ...], target: TargetModel) -> D
     options = dict(found.options)
     if layers:  # any ascending list of this length makes the right shapes; a View says which
         options["feature_layers"] = list(range(len(layers)))
-    if found.family in ("dflash", "dspark") and options.get("mask_token_id") is None:
-        options["mask_token_id"] = choose_mask_token(target)
-        found.findings.append(
-            fault(
-                "mask token",
-                "config.json names none",
-                "write mask_token_id (dflash_config) as it was in training",
-            )
-        )
+    mask = options.get("mask_token_id")
+    masked = "mask_token_id" in options or found.family in ("dflash", "dspark")
+    if masked and (mask is None or not 0 <= mask < target.vocab_size):
+        options["mask_token_id"] = likely_mask(target)
+        named = "none" if mask is None else f"{mask}, which is no token of the target"
+        fix = "write mask_token_id as it was in training"
+        found.findings.append(fault("mask token", f"{CONFIG} names {named}", fix))
     for name in _RECORDED:
         options.pop(name, None)
     head = drafter_class(build_config(drafter_class.config_class, target, **options))
@@ -174,8 +168,8 @@ def _build(found: Translated, layers: tuple[int, ...], target: TargetModel) -> D
 
 
 @torch.no_grad()
-def _fill(head: Drafter, found: Translated) -> set[str]:
-    """Put the file's tensors into the head; returns the names of the file's that have no place."""
+def _fill(head: Drafter, found: Translated) -> None:
+    """Put the file's tensors into the head."""
     places = head.state_dict()
     absent = sorted(set(places) - set(found.state))
     extra = sorted(set(found.state) - set(places))
@@ -220,7 +214,6 @@ def _fill(head: Drafter, found: Translated) -> set[str]:
         found.findings.append(
             fault("tensors", f"of another shape: {', '.join(wrong[:4])}", "export again")
         )
-    return set(extra)
 
 
 @contextmanager

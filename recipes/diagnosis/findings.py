@@ -3,21 +3,28 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OK, FAULT, UNKNOWN = "ok", "FAULT", "unknown"
+OK, WEAK, FAULT, UNKNOWN = "ok", "weak", "FAULT", "unknown"
 
 CHECKS: dict[str, str] = {
     "fingerprint": "the target is the one that the head was trained on",
     "template": "the chat template is the one that the head was trained with",
+    "config": "config.json says all that a strict reader asks for",
     "tensors": "nothing is missing, left over, zero or still random",
     "transposed": "no matrix is stored the other way round",
     "dtype": "all numbers are finite, and none sits at the limit of its dtype",
     "vocabulary": "the draft vocabulary maps to the right tokens, and covers the text",
+    "embedding": "the embedding is the one of training",
     "layer ids": "features come from the layers, and in the order, of training",
     "concat": "embedding and feature are joined in the order of training",
+    "order": "heads stand in the order of training",
     "norm": "norms are where they were in training, once each",
     "heads": "rows of queries and keys are in Llama's rotary order",
     "rope": "rotary base and longest position are the target's",
+    "window": "windows of attention are those of training",
     "mask token": "empty slots of a block hold the token of training",
+    "block size": "blocks are as long as in training",
+    "causality": "rows of a block see those rows of it that they saw in training",
+    "anchor": "the row of a block that drafts first is the one of training",
     "pairing": "features, tokens and labels stand in the same row as in training",
     "parity": "the training pass and the decode pass give the same logits",
     "mask": "the head learned the target's answers, not the prompts alone",
@@ -33,7 +40,8 @@ class Finding:
 
     Attributes:
         check: a key of ``CHECKS``.
-        verdict: "ok", "FAULT" or "unknown" (nothing recorded, or too little text to tell).
+        verdict: "ok", "FAULT", "weak" (nothing is wrong that could be seen, but the head knows
+            little), or "unknown" (nothing recorded, or too little text to tell).
         message: what was found.
         fix: what to do about a fault; empty otherwise.
         numbers: the figures behind it.
@@ -46,7 +54,7 @@ class Finding:
     numbers: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.check in CHECKS and self.verdict in (OK, FAULT, UNKNOWN)
+        assert self.check in CHECKS and self.verdict in (OK, WEAK, FAULT, UNKNOWN)
         assert bool(self.fix) == (self.verdict == FAULT), self
 
     def line(self) -> str:
@@ -71,6 +79,11 @@ def fine(check: str, message: str = "", **numbers: float) -> Finding:
     return Finding(check, OK, message or CHECKS[check], "", numbers)
 
 
+def weak(check: str, message: str, **numbers: float) -> Finding:
+    """Nothing found, in a head that knows little."""
+    return Finding(check, WEAK, message, "", numbers)
+
+
 def unknown(check: str, message: str, **numbers: float) -> Finding:
     """It cannot be told."""
     return Finding(check, UNKNOWN, message, "", numbers)
@@ -78,7 +91,7 @@ def unknown(check: str, message: str, **numbers: float) -> Finding:
 
 def in_order(findings: list[Finding]) -> list[Finding]:
     """By check; within a check faults first, and no "ok" beside a fault."""
-    rank = {FAULT: 0, UNKNOWN: 1, OK: 2}
+    rank = {FAULT: 0, UNKNOWN: 1, WEAK: 2, OK: 3}
     order = list(CHECKS)
     faulty = {found.check for found in findings if found.verdict == FAULT}
     kept = [found for found in findings if found.verdict == FAULT or found.check not in faulty]

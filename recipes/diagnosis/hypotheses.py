@@ -7,8 +7,7 @@ Legend: D hidden, V / Vd target / draft vocabulary, F captured layers.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -16,16 +15,12 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter
-from drafters.block import DFlashDrafter, choose_mask_token
-from drafters.config import DecoderConfig, default_feature_layers, spread_feature_layers
-from drafters.loading import layer_shape
+from drafters.config import default_feature_layers, spread_feature_layers
 from recipes.diagnosis import variants
 from recipes.diagnosis.evidence import View
+from recipes.diagnosis.hypothetical import Hypothesis
+from recipes.diagnosis.settings import settings
 from recipes.diagnosis.variants import Change
-
-THETAS = (1e4, 1e5, 5e5, 1e6)
-"""Rotary bases of released models."""
-
 
 _NORM_CHANGES: tuple[tuple[str, str, Change], ...] = (
     (
@@ -68,32 +63,6 @@ _NORM_CHANGES: tuple[tuple[str, str, Change], ...] = (
 """What may have been otherwise with norms, and what to do then."""
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One fault, and what would undo it.
-
-    Attributes:
-        check: a key of ``findings.CHECKS``.
-        message: what is wrong if this is right.
-        fix: what to do then.
-        view: what the head should have been handed; None leaves it.
-        change: of the head; None leaves it.
-        depth: at which depth it shows.
-        leaks: the reading hands the head what it is to foretell, or what the target knows. A good
-            head may profit from that too, so it must explain a bad one almost wholly.
-        subtle: a likely fault that may cost little, for which a sure gain is enough.
-    """
-
-    check: str
-    message: str
-    fix: str
-    view: View | None = None
-    change: Change | None = None
-    depth: int = 0
-    leaks: bool = False
-    subtle: bool = False
-
-
 def hypotheses(head: Drafter, view: View) -> Iterator[Hypothesis]:
     """All that apply to a head, in order."""
     yield Hypothesis(
@@ -107,8 +76,7 @@ def hypotheses(head: Drafter, view: View) -> Iterator[Hypothesis]:
     yield from _joining(head)
     yield from _matrices(head)
     yield from _norms(head, view)
-    yield from _rope(head)
-    yield from _mask_tokens(head)
+    yield from settings(head)
     yield from _pairing(head, view)
     yield Hypothesis(
         "tensors",
@@ -215,6 +183,7 @@ def _matrices(head: Drafter) -> Iterator[Hypothesis]:
             f"{kind} is stored as its transpose",
             f"transpose {kind}.weight: rows are outputs, as in torch.nn.Linear",
             change=variants.transposed(kind),
+            subtle=True,
         )
     for to_halves in (True, False):
         order = "interleaved pairs" if to_halves else "halves, twice converted"
@@ -230,6 +199,7 @@ def _matrices(head: Drafter) -> Iterator[Hypothesis]:
         "gate_proj and up_proj are in each other's place",
         "swap them",
         change=variants.swapped_gates,
+        subtle=True,
     )
 
 
@@ -254,61 +224,28 @@ def _norms(head: Drafter, view: View) -> Iterator[Hypothesis]:
         )
 
 
-def _rope(head: Drafter) -> Iterator[Hypothesis]:
-    config = head.config
-    if not isinstance(config, DecoderConfig):
-        return
-    theirs = layer_shape(head.target)["rope_theta"]
-    for theta in dict.fromkeys((theirs, *THETAS)):
-        if theta != config.rope_theta:
-            yield Hypothesis(
-                "rope",
-                f"rope_theta is {config.rope_theta:g}, in training it was near {theta:g}",
-                f"set rope_theta to {theta:g} (the target's is {theirs:g})",
-                change=variants.with_theta(theta),
-                subtle=theta == theirs,
-            )
-
-
-def _mask_tokens(head: Drafter) -> Iterator[Hypothesis]:
-    if not isinstance(head, DFlashDrafter):
-        return
-    target, stored = head.target, head.config.mask_token_id
-    candidates = sorted(target.tokenizer.all_special_ids)[:16]
-    with suppress(ValueError):  # every token may occur in text
-        candidates.insert(0, choose_mask_token(target))
-    for token in dict.fromkeys(candidates):
-        if token != stored and 0 <= token < target.vocab_size:
-            yield Hypothesis(
-                "mask token",
-                f"mask_token_id is {stored}, in training it was {token}",
-                f"set mask_token_id to {token}",
-                change=variants.with_mask_token(token),
-            )
-
-
 def _pairing(head: Drafter, view: View) -> Iterator[Hypothesis]:
     if view.feature_shift or view.token_shift or view.label_shift:
         return
 
-    def one(message: str, leaks: bool, **shifts: Any) -> Hypothesis:
+    def one(message: str, leaks: bool, telling: bool = False, **shifts: Any) -> Hypothesis:
         fix = (
             "row t holds (feature of t, embedding of t+1) and is trained on token t+2: train again"
         )
-        return Hypothesis("pairing", message, fix, replace(view, **shifts), leaks=leaks)
+        return Hypothesis(
+            "pairing",
+            message,
+            fix,
+            replace(view, **shifts),
+            leaks=leaks,
+            telling=telling,
+            everywhere=head.shape == "independent",
+        )
 
     yield one("features are those of the row before", False, feature_shift=-1)
     yield one("features are those of the row after", True, feature_shift=1)
     if head.shape != "independent":
         yield one("tokens are those of the row before", False, token_shift=-1)
-        yield one("tokens are those of the row after", True, token_shift=1)
-    yield one("drafts are trained on the token before", True, label_shift=-1)
+        yield one("tokens are those of the row after", True, True, token_shift=1)
+    yield one("drafts are trained on the token before", True, True, label_shift=-1)
     yield one("drafts are trained on the token after", False, label_shift=1)
-
-
-def reading(head: Drafter, view: View, hypothesis: Hypothesis) -> tuple[Drafter, View] | None:
-    """The head and the view under a hypothesis; None where it changes nothing."""
-    other = head if hypothesis.change is None else variants.changed(head, hypothesis.change)
-    if other is None:
-        return None
-    return other, view if hypothesis.view is None else hypothesis.view

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from drafters import Drafter, TargetModel
 from drafters.config import DecoderConfig
-from drafters.export.folder import ExportError
-from drafters.export.golden import GOLDEN, check_golden
+from drafters.hydra import HydraDrafter
 from drafters.loading import layer_shape
+from drafters.medusa import MedusaDrafter
 from inference.measuring.confidence import fitting_label
 from inference.proposers.laws import proposal_kind
 from inference.sampling import SamplingParams
 from recipes.diagnosis.files import LoadedHead
-from recipes.diagnosis.findings import Finding, fault, fine, unknown
+from recipes.diagnosis.findings import Finding, fault, fine, unknown, weak
+from recipes.diagnosis.settings import target_extension
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SATURATED = 4
 """Values at the limit of a dtype that are no accident."""
 SPECTRUM = 1.06
@@ -42,7 +44,7 @@ class Serving:
 
 
 def check_target(loaded: LoadedHead, target: TargetModel) -> list[Finding]:
-    """Fingerprint and chat template, as recorded; the embedding, where the file has a copy."""
+    """Fingerprint and chat template, as recorded."""
     recorded, now = loaded.recorded, target.fingerprint()
     common = [name for name in recorded if name in now]
     differing = [n for n in common if recorded[n] != now[n] and n != "chat_template"]
@@ -57,10 +59,8 @@ def check_target(loaded: LoadedHead, target: TargetModel) -> list[Finding]:
         )
     elif [name for name in common if name != "chat_template"]:
         found.append(fine("fingerprint"))
-    elif loaded.embedding is None:
+    elif not any(finding.check == "fingerprint" for finding in loaded.findings):
         found.append(unknown("fingerprint", "the file records no target"))
-    if loaded.embedding is not None:
-        found.append(_embedding(loaded.embedding, target))
     if "chat_template" not in common:
         found.append(unknown("template", "the file, or the target, records no chat template"))
     elif recorded["chat_template"] != now["chat_template"]:
@@ -76,45 +76,20 @@ def check_target(loaded: LoadedHead, target: TargetModel) -> list[Finding]:
     return found
 
 
-def _embedding(stored: Tensor, target: TargetModel) -> Finding:
-    weight = target.embedding.get_parameter("weight").detach().cpu().float()
-    if stored.shape != weight.shape:
-        return fault(
-            "fingerprint",
-            f"embed_tokens is {list(stored.shape)}, the target's {list(weight.shape)}",
-            _TRAIN_ANEW,
-        )
-    error = (stored.float() - weight).norm().item() / weight.norm().item()
-    if error > 0.02:
-        return fault(
-            "fingerprint",
-            "embed_tokens in the file is not the target's embedding",
-            _TRAIN_ANEW,
-            relative_difference=error,
-        )
-    return fine("fingerprint", "embed_tokens in the file is the target's embedding")
-
-
 def check_tensors(loaded: LoadedHead) -> list[Finding]:
     """Numbers that are not finite, at the limit of their dtype, zero, or still random."""
-    found = [finding for name, t in loaded.stored.items() for finding in _numbers(name, t)]
-    found += _random(loaded.head)
-    if (loaded.folder / GOLDEN).exists():
-        try:
-            check_golden(loaded.head, loaded.folder, tolerance=0.05)
-        except ExportError:
-            found.append(
-                fault(
-                    "tensors",
-                    "the head no longer gives the logits that were recorded with its export",
-                    "export again: tensors, or switches that change what is computed, were altered",
-                )
-            )
-    return found
+    found = [
+        finding for name, t in loaded.stored.items() for finding in _numbers(name, t, loaded.head)
+    ]
+    return found + list(_random(loaded.head))
 
 
-def _numbers(name: str, tensor: Tensor) -> Iterator[Finding]:
-    if not tensor.is_floating_point():
+def _numbers(name: str, tensor: Tensor, head: Drafter) -> Iterator[Finding]:
+    if tensor.dtype not in FLOATS:
+        if tensor.ndim > 1:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            message = f"{name} is stored as {kind}: quantised heads are read without their scales"
+            yield fault("dtype", message, "export in bfloat16 or float32")
         return
     bad = int((~tensor.isfinite()).sum())
     if bad:
@@ -136,16 +111,16 @@ def _numbers(name: str, tensor: Tensor) -> Iterator[Finding]:
                 values=count,
             )
             break
-    if tensor.ndim >= 1 and tensor.numel() > 1 and not tensor.any() and not _may_be_zero(name):
+    if tensor.numel() <= 1 or tensor.any() or name.endswith("bias") or "confidence" in name:
+        return
+    if isinstance(head, MedusaDrafter | HydraDrafter) and len(tensor) == head.config.hidden_size:
+        yield weak("tensors", f"{name} is all zeros, where residual blocks start")
+    else:
         yield fault(
             "tensors",
             f"{name} is all zeros: it was never trained or not exported",
             "export again from the trained checkpoint",
         )
-
-
-def _may_be_zero(name: str) -> bool:
-    return name.endswith("bias") or name.startswith("confidence.")
 
 
 def _random(head: Drafter) -> Iterator[Finding]:
@@ -193,7 +168,7 @@ def _normal(weight: Tensor) -> bool:
 def check_rope(loaded: LoadedHead, target: TargetModel, longest: int) -> list[Finding]:
     """Base and longest position against the target's; ``longest`` text in tokens.
 
-    Whether another base does harm is for the evidence; here it is a remark.
+    Whether another base or a stretch does harm is for the evidence; here it is a remark.
     """
     config = loaded.head.config
     if not isinstance(config, DecoderConfig) or not loaded.head.config.own_fields().get(
@@ -215,6 +190,10 @@ def check_rope(loaded: LoadedHead, target: TargetModel, longest: int) -> list[Fi
     if config.rope_theta != theirs:
         found.append(
             unknown("rope", f"rope_theta is {config.rope_theta:g}, the target's {theirs:g}")
+        )
+    if config.rope_extension not in (None, target_extension(target)):
+        found.append(
+            unknown("rope", f"RoPE is stretched, the target's is not so: {config.rope_extension}")
         )
     return found or [fine("rope")]
 

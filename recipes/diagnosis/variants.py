@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter
+from drafters.dspark import MarkovHead
 from drafters.eagle import Eagle3Drafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.layers import Attention, GatedMLP, RMSNorm
@@ -24,6 +25,7 @@ Change = Callable[[Drafter], bool]
 def changed(head: Drafter, change: Change) -> Drafter | None:
     """A changed copy that shares the target, or None where the change has nothing to alter."""
     again = copy.deepcopy(head, {id(head.target): head.target})
+    again._gathered = None  # rows of the target's output matrix, which another map leaves behind
     with torch.no_grad():
         return again if change(again) else None
 
@@ -95,7 +97,7 @@ class _Twice(nn.Module):
         return self.norm(self.norm(x))
 
 
-class _Skipped(nn.Module):
+class Skipped(nn.Module):
     """Keeps the scale, as heads take their dtype from it."""
 
     def __init__(self, norm: nn.Module) -> None:
@@ -103,6 +105,7 @@ class _Skipped(nn.Module):
         self.weight = norm.get_parameter("weight")
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., D) as they are."""
         return x
 
 
@@ -113,7 +116,7 @@ def final_norm_twice(head: Drafter) -> bool:
 
 def no_final_norm(head: Drafter) -> bool:
     """The output goes unnormed into the output matrix."""
-    return _replace(_final_norms(head), _Skipped)
+    return _replace(_final_norms(head), Skipped)
 
 
 def target_final_norm(head: Drafter) -> bool:
@@ -129,13 +132,13 @@ def target_final_norm(head: Drafter) -> bool:
 
 def no_feature_norm(head: Drafter) -> bool:
     """The feature goes unnormed into the first layer."""
-    return _replace(_feature_norms(head), _Skipped)
+    return _replace(_feature_norms(head), Skipped)
 
 
 def toggled_norm_output(head: Drafter) -> bool:
     """Feed the other one of normed and un-normed output back."""
-    if "norm_output" not in head.config.own_fields():
-        return False
+    if "norm_output" not in head.config.own_fields() or head.family == "peagle":
+        return False  # P-EAGLE feeds nothing back
     head.config.norm_output = not head.config.norm_output
     return True
 
@@ -233,18 +236,6 @@ def reordered_rotary(to_halves: bool) -> Change:
     return change
 
 
-def with_theta(theta: float) -> Change:
-    """Another rotary base."""
-
-    def change(head: Drafter) -> bool:
-        found = [module for module in head.modules() if isinstance(module, Attention)]
-        for attention in found:
-            attention.theta = theta
-        return bool(found)
-
-    return change
-
-
 def target_output_rows(head: Drafter) -> bool:
     """The target's rows in place of the head's own output matrix."""
     weights = output_matrices(head)
@@ -259,18 +250,9 @@ def target_output_rows(head: Drafter) -> bool:
 def output_matrices(head: Drafter) -> list[Tensor]:
     """The head's own matrices of the shape (Vd, D); DSpark's low-rank bias is none."""
     shape = (head.config.draft_vocab_size, head.config.hidden_size)
-    modules = [module for module in head.output_modules() if module is not None]
+    modules = [module for module in head.output_modules() if isinstance(module, nn.Module)]
+    modules = [module for module in modules if not isinstance(module, MarkovHead)]
     return [w for module in modules for w in module.parameters() if tuple(w.shape) == shape]
-
-
-def with_mask_token(token: int) -> Change:
-    """Another token in the empty slots of a block."""
-
-    def change(head: Drafter) -> bool:
-        head.config.mask_token_id = token
-        return True
-
-    return change
 
 
 def unscaled_drafts(head: Drafter) -> bool:
@@ -290,6 +272,8 @@ def with_vocab(ids: Tensor) -> Change:
         if vocab is None or torch.equal(vocab, ids):
             return False
         if ids.min() < 0 or ids.max() >= head.config.vocab_size:
+            return False
+        if ids.unique().numel() < ids.numel():  # a token drafted twice would count twice
             return False
         vocab.copy_(ids)
         return True

@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import Drafter, TargetModel, build_drafter
+from drafters.export import NATIVE, write_as, write_native
+from drafters.export.folder import MANIFEST
+from drafters.export.golden import GOLDEN
 from recipes.diagnosis import Diagnosis, Evidence, Serving, diagnose, gather, load_head
 from tests.tiny import END, SPECIALS, START, tiny_tokenizer
 from tests.training.toys import pair_rows
@@ -27,6 +30,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
 }
 STEPS = {"medusa": 250}
+MASK = V - 1
+LAYERS = {"feature_layers": [1, 3, 4]}
+BLOCK = {**LAYERS, "mask_token_id": MASK, "num_layers": 2, "block_size": 4}
+PARALLEL = {**LAYERS, "mask_token_id": MASK, "num_layers": 2, "num_drafts": 4}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "hydra": ("hydra", {"num_heads": 3, "lm_head_bias": True}),
+    "hydra++": ("hydra", {"num_heads": 3, "num_layers": 1, "prefix_norm": True}),
+    "eagle1": ("eagle1", {"fc_bias": True, "attention_bias": True}),
+    "eagle1 plain": ("eagle1", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3.1": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "own embedding": ("eagle3", {"own_embedding": True, "draft_vocab_size": None}),
+    "mtp": ("mtp", {"qk_norm": True}),
+    "peagle": ("peagle", PARALLEL),
+    "peagle own": ("peagle", {**PARALLEL, "own_embedding": True}),
+    "dflash": ("dflash", BLOCK),
+    "dflash cut": ("dflash", {**BLOCK, "draft_vocab_size": 32}),
+    "jetspec": ("dflash", {**BLOCK, "causal": True}),
+    "dspark": ("dspark", {**BLOCK, "markov_rank": 8}),
+    "dspark in place": ("dspark", {**BLOCK, "markov_rank": 8, "sample_from_anchor": False}),
+    "dspark gated": ("dspark", {**BLOCK, "markov_rank": 8, "markov_type": "gated"}),
+}
+"""Heads by what is special about them: family and options."""
 
 Data = Callable[[TargetBatch], TargetBatch]
 
@@ -83,6 +110,7 @@ def trained(
     handed: Data | None = None,
     later: int = 0,
     words: int = V,
+    steps: int | None = None,
     **options: Any,
 ) -> Drafter:
     """A head after a few seconds of training.
@@ -93,20 +121,35 @@ def trained(
         handed: what training hands to the head in place of what it should.
         later: each label is drafted from a row that much later than the right one.
         words: tokens that prompts are made of.
+        steps: of training; None takes the family's.
         **options: of the head.
     """
-    ids = written(target, 256, 0, words)
     head = build_drafter(family, target, **{**OPTIONS.get(family, {}), **options})
-    head.set_draft_vocab(torch.bincount(ids.flatten(), minlength=V))
-    steps: dict[str, Any] = {"steps": 2} if family in RECURSIVE else {}
-    objective = build_objective(head, ObjectiveOptions(chunk=0, **steps))
+    counts = torch.bincount(written(target, 256, 0, words).flatten(), minlength=target.vocab_size)
+    head.set_draft_vocab(counts)
+    return taught(head, handed, later, words, steps)
+
+
+def taught(
+    head: Drafter,
+    handed: Data | None = None,
+    later: int = 0,
+    words: int = V,
+    steps: int | None = None,
+) -> Drafter:
+    """A head after a few seconds of training from where it is; see :func:`trained`."""
+    target, family = head.target, head.family
+    ids = written(target, 256, 0, words)
+    recursive = family in RECURSIVE and head.num_drafts is None
+    unrolled: dict[str, Any] = {"steps": 2} if recursive else {}
+    objective = build_objective(head, ObjectiveOptions(chunk=0, **unrolled))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
     batches = []
     for part in ids.split(32):
         rows = [[TokenizedRow(row, [True] * LENGTH)] for row in part.tolist()]
         data = run_target(target, collate(rows, LENGTH), head.feature_layers)
         batches.append(data if handed is None else handed(data))
-    total = STEPS.get(family, 120)
+    total = steps or STEPS.get(family, 120)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     head.train()
     for step in range(total):
@@ -118,6 +161,38 @@ def trained(
         schedule.step()
         optimizer.zero_grad()
     return head.eval()
+
+
+class Workshop:
+    """Trained heads on the disk, each made when it is first asked for."""
+
+    def __init__(self, target: TargetModel, folder: Path) -> None:
+        self.target, self.folder = target, folder
+
+    def head(self, name: str) -> Path:
+        """Of ``RECIPES``."""
+        folder = self.folder / name
+        if not folder.exists():
+            family, options = RECIPES[name]
+            trained(self.target, family, **options).save_pretrained(folder)
+        return folder
+
+    def exported(self, name: str, dialect: str) -> Path:
+        """The same in a dialect."""
+        folder = self.folder / f"{name} as {dialect}"
+        if not folder.exists():
+            head = load_head(self.head(name), self.target).head
+            if dialect == NATIVE:
+                write_native(head, folder)
+            else:
+                write_as(dialect, head, folder)
+        return folder
+
+
+def forgotten(folder: Path) -> None:
+    """Remove what only our own folders have beside config and tensors."""
+    for name in (MANIFEST, GOLDEN, "README.md"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def edited(
