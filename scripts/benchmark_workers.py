@@ -30,6 +30,8 @@ from scripts.drafting import add_drafting_options, load_proposer
 
 HOST_ENGINES = ("packed", "compiled")
 """Engines whose speed depends on the number of threads in ways that are measured."""
+PLAIN_ROUND = 2
+"""Tokens of a text whose only round has no drafts: the first is the prefill's."""
 
 
 def build(settings: dict[str, Any]) -> Handler:
@@ -71,12 +73,14 @@ class Ours:
         self._proposer: Proposer | None = None
 
     def warm_up(self, prompts: list[list[int]], longest: int, new_tokens: int) -> None:
-        """Decode once, with drafts that remember nothing of earlier measurements.
+        """Decode once, with drafts that remember nothing of earlier measurements, and a text so
+        short that its only round is a plain step, which engine `compiled` has another graph for.
 
         What `--size auto` learns from it, it forgets: the warm-up's text is none.
         """
         self._proposer = None if self._make is None else self._make()
         self.decode(prompts, new_tokens)
+        self.decode(prompts, PLAIN_ROUND)
         if isinstance(self._proposer, AutoProposer):
             self._proposer = self._proposer.fresh()
 
