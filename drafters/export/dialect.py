@@ -234,6 +234,10 @@ class Dialect(ABC):
 
     # Checking -----------------------------------------------------------------------------------
 
+    def key_problems(self, config: Mapping[str, Any]) -> list[str]:
+        """Keys that are missing, of another type or of another value than the dialect knows."""
+        return [problem for spec in self.keys for problem in key_problems(spec, config)]
+
     def check_config(self, config: Mapping[str, Any], target: TargetModel | None = None) -> None:
         """Required keys, values that the dialect fixes, and keys that must agree with each other.
 
@@ -244,7 +248,7 @@ class Dialect(ABC):
         Raises:
             ExportError: naming everything that is wrong.
         """
-        problems = [problem for spec in self.keys for problem in key_problems(spec, config)]
+        problems = self.key_problems(config)
         if not problems:  # the rest reads keys that are known to be there now
             problems += self.config_problems(config)
             if target is not None:

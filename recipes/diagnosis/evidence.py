@@ -169,12 +169,7 @@ class Evidence:
             As many depths as the texts are long enough for.
         """
         objective = training_pass(head)
-        own = [self.roots(seen, part) for seen in self.seen]
-        starts = self._starts()
-        roots = torch.cat([start + one for start, one in zip(starts, own, strict=False)])
-        ends = torch.cat(
-            [one.new_full(one.shape, end) for one, end in zip(own, starts[1:], strict=False)]
-        )
+        roots, ends = self._places(part)
         if not len(roots):
             return []
         hidden = objective.forced(_packed(self.seen, view), roots)
@@ -194,22 +189,22 @@ class Evidence:
         with the law of the same place and that with the law of another, and its standard errors.
         """
         objective = training_pass(head)
-        roots = torch.cat(
-            [
-                start + self.roots(seen, "answer")
-                for start, seen in zip(self._starts(), self.seen, strict=False)
-            ]
-        )
+        roots, _ = self._places("answer")
         rows = objective.forced(_packed(self.seen, view), roots)[0]
         law = self.law[roots]
         there = _compare(objective, rows, law, 0)
         elsewhere = _compare(objective, rows, law.roll(len(law) // 2, 0), 0)
         return gain(there, elsewhere)
 
-    def _starts(self) -> list[int]:
-        """Where each document starts in the packed sequence, and where the last one ends."""
-        lengths = [len(seen.document.ids) for seen in self.seen]
-        return [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    def _places(self, part: str) -> tuple[Tensor, Tensor]:
+        """Of all roots (n,) in the packed sequence, and behind the document of each (n,)."""
+        roots, ends, start = [], [], 0
+        for seen in self.seen:
+            own, end = self.roots(seen, part), start + len(seen.document.ids)
+            roots.append(start + own)
+            ends.append(own.new_full(own.shape, end))
+            start = end
+        return torch.cat(roots), torch.cat(ends)
 
 
 def gather(

@@ -18,7 +18,7 @@ from drafters.config import default_feature_layers, spread_feature_layers
 from drafters.export.folder import CONFIG, MANIFEST, read_json
 from drafters.families import DFlashConfig, Eagle3Config
 from drafters.loading import FAMILIES, build_config
-from recipes.diagnosis.findings import Finding, fault
+from recipes.diagnosis.findings import Finding, fault, misshapen, missing, turned, unplaced
 from recipes.diagnosis.reading import ODD, Translated, translate
 from recipes.diagnosis.repairs import likely_mask
 
@@ -174,25 +174,10 @@ def _fill(head: Drafter, found: Translated) -> None:
     absent = sorted(set(places) - set(found.state))
     extra = sorted(set(found.state) - set(places))
     if absent:
-        found.findings.append(
-            fault(
-                "tensors",
-                f"missing: {', '.join(absent[:4])}{' ...' * (len(absent) > 4)}",
-                "export again; a loader that does not complain leaves them random",
-                missing=len(absent),
-            )
-        )
+        found.findings.append(missing(absent))
     if extra:
-        found.findings.append(
-            fault(
-                "tensors",
-                f"no place for: {', '.join(extra[:4])}{' ...' * (len(extra) > 4)}",
-                "the config describes another head than the tensors: check its switches "
-                "(biases, norms, confidence_head, number of layers and heads)",
-                extra=len(extra),
-            )
-        )
-    turned, wrong = [], []
+        found.findings.append(unplaced(extra))
+    turned_over, wrong = [], []
     for name, place in places.items():
         stored = found.state.get(name)
         if stored is None:
@@ -201,19 +186,13 @@ def _fill(head: Drafter, found: Translated) -> None:
             place.copy_(stored)
         elif stored.T.shape == place.shape:
             place.copy_(stored.T)
-            turned.append(name)
+            turned_over.append(name)
         else:
             wrong.append(f"{name} {list(stored.shape)} for {list(place.shape)}")
-    if turned:
-        found.findings.append(
-            fault(
-                "transposed", f"stored as its transpose: {', '.join(turned)}", "store them turned"
-            )
-        )
+    if turned_over:
+        found.findings.append(turned(turned_over))
     if wrong:
-        found.findings.append(
-            fault("tensors", f"of another shape: {', '.join(wrong[:4])}", "export again")
-        )
+        found.findings.append(misshapen(wrong))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a diagnosis is made of."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,3 +101,38 @@ def in_order(findings: list[Finding]) -> list[Finding]:
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# Tensors that do not fit a file, or the head that it is read into --------------------------------
+
+
+def missing(names: Sequence[str]) -> Finding:
+    """Tensors that a file should have."""
+    fix = "export again; a loader that does not complain leaves them random"
+    return fault("tensors", f"missing: {_some(names)}", fix, missing=len(names))
+
+
+def unplaced(names: Sequence[str]) -> Finding:
+    """Tensors that a head has no place for."""
+    return fault(
+        "tensors",
+        f"no place for: {_some(names)}",
+        "the config describes another head than the tensors: check its switches "
+        "(biases, norms, confidence_head, number of layers and heads)",
+        extra=len(names),
+    )
+
+
+def turned(names: Sequence[str]) -> Finding:
+    """Matrices that are stored the other way round."""
+    message = f"stored as its transpose: {', '.join(names)}"
+    return fault("transposed", message, "store them turned")
+
+
+def misshapen(shapes: Sequence[str]) -> Finding:
+    """Tensors of another shape, each in words."""
+    return fault("tensors", f"of another shape: {', '.join(shapes[:4])}", "export again")
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:4])}{' ...' * (len(names) > 4)}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from drafters import Drafter, TargetModel
 from drafters.config import DrafterConfig
 from drafters.export.borrowed import is_copy
-from drafters.export.dialect import EMBEDDING, Dialect, key_problems
+from drafters.export.dialect import EMBEDDING, Dialect
 from drafters.export.folder import CONFIG, MANIFEST, read_json
 from drafters.export.registry import dialect_of
 from drafters.export.stitched.checkpoint import dtype_of, open_checkpoint
@@ -278,14 +278,13 @@ def _refuse_keys(dialect: Dialect, config: Mapping[str, Any], error: Exception) 
     Raises:
         ValueError: keys are missing or of another type.
     """
-    problems = [p for spec in dialect.keys for p in key_problems(spec, config)]
-    if problems:
+    if problems := dialect.key_problems(config):
         told = "; ".join(problems)
         raise ValueError(f"{CONFIG}: {told}: the head cannot be built without") from error
 
 
 def _missing_keys(dialect: Dialect, config: Mapping[str, Any]) -> list[Finding]:
-    problems = [p for spec in dialect.keys for p in key_problems(spec, config)]
+    problems = dialect.key_problems(config)
     if not problems:
         return []
     return [unknown("config", f"a strict reader refuses it: {'; '.join(problems[:3])}")]
@@ -295,7 +294,7 @@ def _config_findings(dialect: Dialect, config: Mapping[str, Any]) -> list[Findin
     """What a strict reader says about a config with all keys, under the check that it belongs
     to.
     """
-    if any(key_problems(spec, config) for spec in dialect.keys):
+    if dialect.key_problems(config):
         return []
     found = []
     for problem in dialect.config_problems(config):

@@ -5,7 +5,6 @@ vocabulary map that they do not depend on. Where they no longer fit, the reading
 gives them again names the fault beyond doubt, however little the head knows.
 """
 
-import copy
 import math
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +19,7 @@ from recipes.diagnosis.files import LoadedHead
 from recipes.diagnosis.findings import FAULT, Finding, fault, unknown
 from recipes.diagnosis.hypotheses import hypotheses
 from recipes.diagnosis.hypothetical import reading
+from recipes.diagnosis.variants import copied
 
 TOLERANCE = 0.01
 """Difference, as a part of the largest logit, that a target in half precision may make."""
@@ -106,7 +106,7 @@ def difference(head: Drafter, loaded: LoadedHead) -> float:
     """
     dtype = _half(loaded)
     if dtype is not None:
-        head = copy.deepcopy(head, {id(head.target): head.target})
+        head = copied(head)
         nn.Module.to(head, dtype=dtype)
     try:
         return check_golden(head, loaded.folder, tolerance=math.inf)

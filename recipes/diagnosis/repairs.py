@@ -15,14 +15,13 @@ from drafters.export.borrowed import TOKEN_MAP, differing_rows
 from drafters.export.dialect import EMBEDDING, Dialect, TensorSpec
 from drafters.export.fields import MARKS, OFFSETS
 from drafters.vocab import from_offsets, to_offsets
-from recipes.diagnosis.findings import Finding, fault
+from recipes.diagnosis.findings import Finding, fault, misshapen, missing, turned, unplaced
 
 OUTPUT = "lm_head.weight"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 _NORMS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}
 _WIDE = ("fc.weight", "mask_hidden", "input_norm.weight")
 """As wide as there are captured layers, which the layer ids are compared with later."""
-_AGAIN = "export again; a loader that does not complain leaves them random"
 
 
 class Repairs:
@@ -230,14 +229,8 @@ class Repairs:
         if extra := sorted(set(self.tensors) - set(expected)):
             for name in extra:
                 del self.tensors[name]
-            self._fault(
-                "tensors",
-                f"no place for: {_some(extra)}",
-                "the config describes another head than the tensors: check its switches "
-                "(biases, norms, confidence_head, number of layers and heads)",
-                extra=len(extra),
-            )
-        absent, turned, wrong = [], [], []
+            self.findings.append(unplaced(extra))
+        absent, turned_over, wrong = [], [], []
         for name, spec in expected.items():
             tensor = self.tensors.get(name)
             if tensor is None and spec.optional:
@@ -246,18 +239,17 @@ class Repairs:
                 absent.append(name)
                 self.tensors[name] = self._filling(spec)
             elif tuple(tensor.shape) != spec.shape and tensor.shape[::-1] == spec.shape:
-                turned.append(name)
+                turned_over.append(name)
                 self.tensors[name] = tensor.T.contiguous()
             elif tuple(tensor.shape) != spec.shape and name not in _WIDE:
                 wrong.append(f"{name} {list(tensor.shape)} for {list(spec.shape)}")
                 self.tensors[name] = self._filling(spec)
         if absent:
-            self._fault("tensors", f"missing: {_some(absent)}", _AGAIN, missing=len(absent))
-        if turned:
-            message = f"stored as its transpose: {', '.join(turned)}"
-            self._fault("transposed", message, "store them turned")
+            self.findings.append(missing(absent))
+        if turned_over:
+            self.findings.append(turned(turned_over))
         if wrong:
-            self._fault("tensors", f"of another shape: {', '.join(wrong[:4])}", "export again")
+            self.findings.append(misshapen(wrong))
 
     def _filling(self, spec: TensorSpec) -> Tensor:
         """What a lost tensor does least harm as: the target's embedding, ones in norms, zeros."""
@@ -274,7 +266,3 @@ def likely_mask(target: TargetModel) -> int:
         return choose_mask_token(target)
     except ValueError:  # every token may occur in text
         return target.vocab_size - 1
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:4])}{' ...' * (len(names) > 4)}"

@@ -171,7 +171,7 @@ class Search:
     def _explains(self, found: Explanation, scores: list[Score]) -> bool:
         """Whether a gain is that of a fault undone, and not what a good head has too."""
         hypothesis = found.hypothesis
-        above, below = (score.mean - self.constant for score in (found.better, found.base))
+        above, below = self._beyond_constant(found)
         if above <= 0:
             return False
         if hypothesis.everywhere and any(
@@ -188,8 +188,12 @@ class Search:
         return below <= max(EXPLAINED * above, NOTHING_Z * found.base.error)
 
     def _leans(self, found: Explanation) -> bool:
-        above, below = (score.mean - self.constant for score in (found.better, found.base))
+        above, below = self._beyond_constant(found)
         return above >= LEANS * below
+
+    def _beyond_constant(self, found: Explanation) -> tuple[float, float]:
+        """Overlap beyond one law for all places, with the hypothesis and without."""
+        return found.better.mean - self.constant, found.base.mean - self.constant
 
     def _stands(self, found: Explanation) -> bool:
         """Whether a fault is to be named beside the leak that the head leans on."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drafters import Drafter
 from drafters.block import DFlashDrafter
@@ -21,7 +21,7 @@ from drafters.hydra import HydraDrafter, NarrowingBlock
 from drafters.layers import Attention, RMSNorm
 from drafters.medusa import MedusaDrafter
 from drafters.peagle import PEagleDrafter
-from recipes.diagnosis.variants import Change, Skipped
+from recipes.diagnosis.variants import Change, Skipped, swap
 
 # Blocks -----------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def swapped_markov(head: Drafter) -> bool:
     first, second = markov.markov_w1.weight, markov.markov_w2.weight
     if first.shape != second.shape:
         return False
-    _swap(first, second)
+    swap(first, second)
     return True
 
 
@@ -180,8 +180,8 @@ def swapped_skips(head: Drafter) -> bool:
     """Hydra's skip and its linear map in each other's place."""
     blocks = [module for module in head.modules() if isinstance(module, NarrowingBlock)]
     for block in blocks:
-        _swap(block.skip.weight, block.linear.weight)
-        _swap(block.skip.bias, block.linear.bias)
+        swap(block.skip.weight, block.linear.weight)
+        swap(block.skip.bias, block.linear.bias)
     return bool(blocks)
 
 
@@ -208,9 +208,3 @@ def heads_in_order(order: Sequence[int]) -> Change:
         return list(order) != list(range(len(order)))
 
     return change
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    kept = one.clone()
-    one.copy_(other)
-    other.copy_(kept)

@@ -22,12 +22,25 @@ from drafters.vocab import to_offsets
 Change = Callable[[Drafter], bool]
 
 
-def changed(head: Drafter, change: Change) -> Drafter | None:
-    """A changed copy that shares the target, or None where the change has nothing to alter."""
+def copied(head: Drafter) -> Drafter:
+    """A copy that shares the target."""
     again = copy.deepcopy(head, {id(head.target): head.target})
     again._gathered = None  # rows of the target's output matrix, which another map leaves behind
+    return again
+
+
+def changed(head: Drafter, change: Change) -> Drafter | None:
+    """A changed copy that shares the target, or None where the change has nothing to alter."""
+    again = copied(head)
     with torch.no_grad():
         return again if change(again) else None
+
+
+def swap(one: Tensor, other: Tensor) -> None:
+    """Each other's numbers, in place."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
 
 
 def normed_residual(head: Drafter) -> bool:
@@ -70,10 +83,7 @@ def swapped_input_norms(head: Drafter) -> bool:
             (module.get_submodule("enorm"), module.get_submodule("hnorm")) for module in head.mtp
         ]
     for one, other in pairs:
-        first, second = one.get_parameter("weight"), other.get_parameter("weight")
-        kept = first.clone()
-        first.copy_(second)
-        second.copy_(kept)
+        swap(one.get_parameter("weight"), other.get_parameter("weight"))
     return bool(pairs)
 
 

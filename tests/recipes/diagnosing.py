@@ -195,6 +195,17 @@ def forgotten(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def field(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of a config."""
+    return lambda config: config.update(fields)
+
+
+def noise(tensor: Tensor) -> Tensor:
+    """Random numbers of the same size."""
+    generator = torch.Generator().manual_seed(3)
+    return tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+
 def edited(
     source: Path,
     folder: Path,

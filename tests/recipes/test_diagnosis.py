@@ -29,6 +29,8 @@ from tests.recipes.diagnosing import (
     edited,
     evidence_of,
     faults,
+    field,
+    noise,
     small_target,
     trained,
 )
@@ -129,15 +131,6 @@ def filled(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Tensors], 
         tensors[name] = value(tensors[name])
 
     return change
-
-
-def field(**fields: Any) -> Callable[[Config], None]:
-    return lambda config: config.update(fields)
-
-
-def noise(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
 def shuffled(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from tests.recipes.diagnosing import (
     evidence_of,
     faults,
     forgotten,
+    noise,
     small_target,
     taught,
 )
@@ -139,11 +140,6 @@ def turned(tensor: Tensor) -> Tensor:
 
 def hidden_last(tensor: Tensor) -> Tensor:
     return tensor.roll(-D, 1)
-
-
-def noise(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
 def absolute(tensor: Tensor) -> Tensor:

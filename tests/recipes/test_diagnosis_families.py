@@ -21,6 +21,8 @@ from tests.recipes.diagnosing import (
     edited,
     evidence_of,
     faults,
+    field,
+    noise,
     small_target,
 )
 
@@ -53,10 +55,6 @@ def test_a_good_head_is_cleared(
     found = diagnosed(workshop.head(name), target, evidence)
     assert found.faults == [], "\n".join(finding.line() for finding in found.faults)
     assert found.overlap[0] > found.constant + 0.15
-
-
-def field(**fields: Any) -> Callable[[Config], None]:
-    return lambda config: config.update(fields)
 
 
 def replaced(
@@ -106,11 +104,6 @@ def without(name: str) -> Callable[[Tensors], None]:
         del tensors[name]
 
     return change
-
-
-def noise(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
 HIDDEN_LAST = parts_moved(lambda parts: [*parts[1:], parts[0]])

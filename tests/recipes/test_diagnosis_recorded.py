@@ -1,6 +1,5 @@
 """What was recorded with an export names a fault in a head that knows nothing."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ from drafters.export import write_native
 from drafters.export.golden import GOLDEN
 from recipes.diagnosis import Diagnosis, Evidence
 from tests.drafters.export.written import make_head
-from tests.recipes.diagnosing import BLOCK, PARALLEL, diagnosed, edited, evidence_of, small_target
+from tests.recipes.diagnosing import (
+    BLOCK,
+    PARALLEL,
+    diagnosed,
+    edited,
+    evidence_of,
+    field,
+    small_target,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +35,6 @@ def target() -> TargetModel:
 @pytest.fixture(scope="module")
 def evidence(target: TargetModel) -> Evidence:
     return evidence_of(target, 6)
-
-
-def field(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config.update(fields)
 
 
 def halves(tensors: dict[str, Tensor]) -> None:
