@@ -79,6 +79,11 @@ class Engine(ABC):
         return None
 
     @property
+    def pages(self) -> str:
+        """What memory the weights lie in, for keys of cost tables; "" for what the system gives."""
+        return ""
+
+    @property
     def captured_seconds(self) -> float:
         """Spent so far in capturing forwards, by this engine and those beside it."""
         return 0.0

@@ -146,7 +146,12 @@ def measure(
     """The cost table of the grid; it is not kept."""
     target = engine.target
     key = machine_key(
-        target.device, target.dtype, target.fingerprint(), engine.name, drafters_hash(arms)
+        target.device,
+        target.dtype,
+        target.fingerprint(),
+        engine.name,
+        drafters_hash(arms),
+        engine.pages,
     )
     buckets = () if engine.widths is None else engine.widths
     widths = sorted({1, *args.sizes, *buckets})

@@ -43,6 +43,7 @@ PURE = {
     "inference.scheduling.cost_calibration",
     "inference.scheduling.costs",
     "inference.files",
+    "inference.huge_pages",
     "inference.measuring.intervals",
     "inference.rules.lossy",
     "inference.measuring.pairing",

@@ -100,7 +100,12 @@ def measured_costs(
     """
     target = engine.target
     key = machine_key(
-        target.device, target.dtype, target.fingerprint(), engine.name, drafters_hash(arms)
+        target.device,
+        target.dtype,
+        target.fingerprint(),
+        engine.name,
+        drafters_hash(arms),
+        engine.pages,
     )
     buckets = () if engine.widths is None else engine.widths
     grid = cost_grid([describe(*arm) for arm in arms.items()], contexts, batches, buckets)

@@ -43,6 +43,7 @@ class MachineKey:
         target: hashes of `TargetModel.fingerprint`, or any other name of it.
         engine: what runs the rounds, such as "eager" or "compiled".
         drafters: hash of what drafts; "" for none.
+        pages: of the target's weights: "huge", or "" for what the system gives unasked.
     """
 
     cpu: str
@@ -53,6 +54,7 @@ class MachineKey:
     target: str
     engine: str
     drafters: str = ""
+    pages: str = ""
 
     def differences(self, other: MachineKey) -> list[str]:
         """One line for each field that differs."""
@@ -77,6 +79,7 @@ def machine_key(
     fingerprint: Mapping[str, str],
     engine: str,
     drafters: str = "",
+    pages: str = "",
 ) -> MachineKey:
     """The key of this process.
 
@@ -86,6 +89,7 @@ def machine_key(
         fingerprint: `TargetModel.fingerprint()`.
         engine: what runs the rounds.
         drafters: hash of what drafts.
+        pages: `Engine.pages`.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return MachineKey(
@@ -97,6 +101,7 @@ def machine_key(
         target=" ".join(f"{name}:{value}" for name, value in sorted(fingerprint.items())),
         engine=engine,
         drafters=drafters,
+        pages=pages,
     )
 
 

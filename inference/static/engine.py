@@ -4,7 +4,8 @@
   layers. Ready at once.
 * ``compiled``: the same, and what is between those parts fused by torch's compiler. The two parts
   are closed operators to it, so neither the number of rows nor the length of the text is built into
-  what it makes: one row and several rows are two graphs, and a batch two more.
+  what it makes: one row and several rows are two graphs, and a batch two more
+  (`inference.static.compiling`).
 
 On CUDA the rows of trees run as CUDA graphs (`inference.static.graphs`); prompts, and everything on
 a CPU, with a bias that the host makes.
@@ -19,10 +20,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional as F
@@ -33,14 +33,32 @@ from inference.cache import BLOCK
 from inference.engine import EagerEngine, Engine
 from inference.static.attention import NAME, TreeRows, as_bias
 from inference.static.cache import PassingCache, StaticCache, kv_shape
+from inference.static.compiling import CompiledKinds
 from inference.static.graphs import BUCKETS, WARM_UPS, CudaCapture, Graphs
 from inference.static.inputs import row_inputs
 from inference.static.packing import PackedLinears, best_rows, cannot_pack
 from inference.static.words import MOST_ROWS
 from inference.support import check_tree_support
 
-GRAPHS = 64
-"""Compiled forwards of all engines of a process."""
+
+class Kind(NamedTuple):
+    """What tells two forwards apart, to torch's compiler and to a clock.
+
+    Attributes:
+        batched: several sequences.
+        several: several rows of each.
+        layers: whose features are captured.
+        part: the layers that run; None for all.
+        enters: rows are brought to the first of them.
+        tree: logits of all rows, not of a prompt's last.
+    """
+
+    batched: bool
+    several: bool
+    layers: tuple[int, ...]
+    part: tuple[int, ...] | None = None
+    enters: bool = False
+    tree: bool = True
 
 
 class StaticEngine(Engine):
@@ -83,9 +101,7 @@ class StaticEngine(Engine):
         self.tune()
         self._heads: list[tuple[Drafter, PackedLinears]] = []
         self._passing = PassingCache(self.shape.num_layers)
-        self._run: Callable[..., TargetOutput] = self._forward
-        if compiled:
-            self._run = _compiled(self._forward)
+        self._kinds = CompiledKinds(self._forward) if compiled else None
         self._warm: set[tuple[Any, ...]] = set()
         self.warm_up_seconds = 0.0
         self.graphs = self._new_graphs(graphs)
@@ -112,6 +128,11 @@ class StaticEngine(Engine):
     def widths(self) -> tuple[int, ...] | None:
         """The graphs' buckets."""
         return None if self.graphs is None else BUCKETS
+
+    @property
+    def pages(self) -> str:
+        """ "huge" where most packed weights lie in such pages."""
+        return "huge" if self._packed is not None and self._packed.huge_share > 0.9 else ""
 
     @property
     def captured_seconds(self) -> float:
@@ -224,12 +245,13 @@ class StaticEngine(Engine):
         ids, positions = ids.to(self.shape.device), positions.to(self.shape.device)
         rows = self.rows(cache, depths, seen, ids.shape[1])
         cache.pending += width
-        run = self._run if tree else self._forward
+        kind = Kind(len(ids) > 1, ids.shape[1] > 1, layers, part, entering is not None, tree)
+        run = self._run_of(kind)
         if entering is not None:
             assert part is not None and part[0] not in layers, "who brings rows has their features"
             entering = F.pad(entering, (0, 0, 0, ids.shape[1] - width))
         with (
-            self._timed(ids, layers, run, part),
+            self._timed(kind),
             self.target.only(part, entering),  # may ask the model first, as it is without rows
             tree_attention_of(self.target),
         ):
@@ -266,19 +288,23 @@ class StaticEngine(Engine):
             rows: of the trees.
             feature_layers: as in `TargetModel.forward`.
         """
+        kind = Kind(len(ids) > 1, ids.shape[1] > 1, tuple(feature_layers))
         with tree_attention_of(self.target):
-            return self._run(ids, positions, rows, tuple(feature_layers), 0)
+            return self._run_of(kind)(ids, positions, rows, kind.layers, 0)
+
+    def _run_of(self, kind: Kind) -> Callable[..., TargetOutput]:
+        return self._kinds.of(kind) if self._kinds and kind.tree else self._forward
 
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Compile and capture nothing meanwhile."""
-        own, graphs = self._run, self.graphs
-        self._run = self._forward
+        kinds, graphs = self._kinds, self.graphs
+        self._kinds = None
         self.graphs = None if graphs is None else graphs.eager()
         try:
             yield
         finally:
-            self._run, self.graphs = own, graphs
+            self._kinds, self.graphs = kinds, graphs
 
     def rows(
         self, cache: StaticCache, depths: Sequence[Tensor], seen: Sequence[Tensor], width: int
@@ -327,19 +353,12 @@ class StaticEngine(Engine):
         )
 
     @contextmanager
-    def _timed(
-        self,
-        ids: Tensor,
-        layers: tuple[int, ...],
-        run: Callable[..., TargetOutput],
-        part: tuple[int, ...] | None,
-    ) -> Iterator[None]:
+    def _timed(self, kind: Kind) -> Iterator[None]:
         """Count the first forward of a kind as warming up."""
-        kind = (ids.shape[0] > 1, ids.shape[1] > 1, layers, run == self._forward, part)
         start = time.perf_counter()
         yield
-        if kind not in self._warm:
-            self._warm.add(kind)
+        if (kind, self._kinds is None) not in self._warm:
+            self._warm.add((kind, self._kinds is None))
             self.warm_up_seconds += time.perf_counter() - start
 
 
@@ -352,15 +371,6 @@ def first_rows(out: TargetOutput, width: int) -> TargetOutput:
     """
     features = None if out.features is None else out.features[:, :width]
     return TargetOutput(out.logits[:, :width], features, out.last_hidden[:, :width])
-
-
-def _compiled(forward: Callable[..., TargetOutput]) -> Callable[..., TargetOutput]:
-    """One graph for a row, one for several, and the same for batches; more for other captures.
-
-    The graphs of all engines of a process count against one limit, as they share this code.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    return torch.compile(forward, fullgraph=True, dynamic=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 A plain `linear` hands its weight to the BLAS as it is stored, which repacks it in every call that
 has more than one row: verifying eight tokens then costs twice what one costs. oneDNN takes weights
 in an order of its own, made here once per model; with it, a handful of rows costs what one does.
+They lie in huge pages where there are some, which makes reading them faster by a tenth and more.
 
 The layers themselves stay what they are: their `forward` is shadowed on the instance and comes back
 with `close()`. Weights must not change meanwhile, and take their memory twice.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters import Drafter
+from inference.huge_pages import collapse
 
 MOST_FILLED = 4
 """Rows up to which a single one may be filled up."""
@@ -65,6 +67,9 @@ class PackedLinears:
     Args:
         modules: whose `nn.Linear` layers, themselves included, are packed; each once.
 
+    Attributes:
+        huge_share: of the packed bytes, those in huge pages; from 0 to 1.
+
     Raises:
         ValueError: weights that cannot be packed, or are packed already.
     """
@@ -86,6 +91,7 @@ class PackedLinears:
         self._heads: list[Drafter] = []
         for layer in self._layers:
             self._pack(layer)
+        self.huge_share = collapse(self._ranges())
 
     def borrow(self, drafter: Drafter) -> None:
         """The rows of the target's output matrix that a head with a draft vocabulary borrows.
@@ -101,6 +107,7 @@ class PackedLinears:
         bias = None if head.bias is None else head.bias[vocab].to(dtype)
         product = self._add(head.weight[vocab].to(dtype), bias)
         self._heads.append(drafter)
+        self.huge_share = collapse(self._ranges())
 
         def borrowed_logits(hidden: Tensor) -> Tensor:
             return target.scaled(product(hidden))
@@ -117,6 +124,13 @@ class PackedLinears:
             return torch.ops.headway.packed_linear(x, bias, handle, features)
 
         return product
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Addresses of the packed weights."""
+        packed = [weight for handle in self._handles if (weight := _weights[handle]) is not None]
+        places = [torch.ops.mkldnn.data_ptr(weight) for weight in packed]
+        sizes = [torch.ops.mkldnn._nbytes(weight) for weight in packed]
+        return [(first, first + size) for first, size in zip(places, sizes, strict=True)]
 
     def _pack(self, layer: nn.Linear) -> None:
         forward = self._add(layer.weight, layer.bias)

@@ -219,7 +219,9 @@ def measured_rounds(
     params, target = sampling or SamplingParams(), engine.target
     name = f"{engine.name} {rule} {_law_name(params, proposal_kind(rule, params, head.draws))}"
     drafters = drafters_hash({ARM: head})
-    key = machine_key(target.device, target.dtype, target.fingerprint(), name, drafters)
+    key = machine_key(
+        target.device, target.dtype, target.fingerprint(), name, drafters, engine.pages
+    )
     wanted = {(form, p, b) for form in [PLAIN, *forms] for p in contexts for b in batches}
     if path is not None:
         found, reasons = current_table(path, key, RoundTable.load)

@@ -6,6 +6,7 @@ from torch import nn
 
 from inference.engines import build_engine
 from inference.generate import plain_generate, speculative_generate
+from inference.huge_pages import page_bytes
 from inference.proposers import TreeOptions, build_proposer
 from inference.static.packing import PackedLinears, cannot_pack
 from tests.blocks import block_head
@@ -69,3 +70,30 @@ def test_heads_draft_the_same_from_packed_layers(family: str, options: dict[str,
     assert found.stats == expected.stats
     assert "borrowed_logits" not in vars(head)
     assert plain_generate(target, prompts, max_new_tokens=new).sequences == expected.sequences
+
+
+@needs_kernels
+def test_packed_weights_lie_in_huge_pages() -> None:
+    layers = [nn.Linear(1024, 1024) for _ in range(6)]  # 24 MB, no layer a whole number of pages
+    x = torch.randn(3, 1024)
+    with torch.no_grad():
+        expected = [layer(x) for layer in layers]
+        packed = PackedLinears(layers)
+        if not page_bytes() or not packed.huge_share:
+            packed.close()
+            pytest.skip("the system has no huge page to give")
+        assert packed.huge_share > 0.5
+        for layer, value in zip(layers, expected, strict=True):
+            torch.testing.assert_close(layer(x), value)
+        packed.close()
+
+
+def test_cost_tables_know_the_pages() -> None:
+    target = tiny_target(torch.float32)
+    engine = build_engine(target, "packed")
+    assert engine.pages == ""  # too small to be worth one
+    assert engine._packed is not None
+    engine._packed.huge_share = 0.95
+    assert engine.pages == "huge"
+    engine.close()
+    assert engine.pages == build_engine(target).pages == ""
