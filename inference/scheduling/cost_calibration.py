@@ -3,6 +3,8 @@
 What is measured is given as functions that run one part of a round and return its seconds, so that
 every engine is measured by itself. Points are gone through over and over, forwards and backwards in
 turn: a machine that gets slower meanwhile, or shares its cores now and then, does so for all alike.
+Each is run several times in a row, as decoding does, and the first of them is not counted: what ran
+before, wider or narrower, makes it faster or slower by some percent, and always in one direction.
 
 Letters: N rows per sequence, B sequences, P committed tokens.
 """
@@ -17,8 +19,12 @@ from statistics import median
 from inference.scheduling.costs import CostTable, MachineKey
 
 REPEATS = 3
-"""Counted measurements of every point at least, whatever the budget."""
+"""Times that every point is come back to at least, whatever the budget."""
 MOST_REPEATS = 25
+IN_A_ROW = 4
+"""Runs of a point then, the first of which is not counted."""
+LONG = 0.2
+"""Seconds of a point that is run twice instead."""
 
 Verify = Callable[[int, int, int], float]
 """(N, P, B) -> seconds of one target forward."""
@@ -69,7 +75,8 @@ def calibrate_costs(
     """Measure a table.
 
     Every point is run once without being counted: memory is allocated and what compiles itself
-    compiles. Then all points are repeated, at least `REPEATS` times and until the budget is spent.
+    compiles. Then all points are come back to, at least `REPEATS` times and until the budget is
+    spent.
 
     Args:
         key: of this process.
@@ -118,7 +125,7 @@ def _repeat(
     budget_seconds: float,
     clock: Callable[[], float],
 ) -> dict[tuple[str, tuple], list[float]]:
-    """Seconds of every task, one number for each counted repeat."""
+    """Seconds of every task, one number for each counted run."""
     end = clock() + budget_seconds
     for run in tasks.values():
         run()
@@ -127,12 +134,20 @@ def _repeat(
     for repeat in range(MOST_REPEATS):
         started = clock()
         for name in order:
-            found[name].append(tasks[name]())
+            found[name] += _in_a_row(tasks[name])
         order.reverse()
         now = clock()
         if repeat + 1 >= REPEATS and now + (now - started) > end:
             break
     return found
+
+
+def _in_a_row(run: Callable[[], float]) -> list[float]:
+    """Seconds of a task behind itself."""
+    found = [run(), run()]
+    while len(found) < IN_A_ROW and min(found) < LONG:
+        found.append(run())
+    return found[1:]
 
 
 def smooth_contexts(

@@ -68,9 +68,12 @@ class Calibration:
         return seconds
 
     def draft(self, name: str, depth: int, top_k: int, batch: int) -> float:
-        """Seconds of drafting one round for B sequences."""
+        """Seconds of drafting one round for B sequences, behind a forward: by then the target's
+        weights have driven the head's out of the processor's caches.
+        """
         drafting = self._drafting(name, batch)
         drafting.limit(depth, top_k)
+        self.verify(1, min(context for context, _ in self._caches), batch)
         return self._seconds(drafting.round)
 
     def absorb(self, name: str, more: int) -> float:
