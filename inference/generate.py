@@ -24,7 +24,6 @@ from inference.counts import RoundCounts, counts_of
 from inference.decoding import Decoding, Keep, Round, Text
 from inference.engine import EagerEngine, Engine
 from inference.proposers.base import Proposer
-from inference.proposers.heads import HeadProposer
 from inference.rules.lossy import LossyWarning
 from inference.sampling import SamplingParams
 from inference.static.decoding import DeviceEngine, device_generate
@@ -132,8 +131,6 @@ def speculative_generate(
     if rule in LOSSY_RULES:
         warnings.warn(f"rule {rule!r} changes the target's output", LossyWarning, stacklevel=3)
     timer, engine = PhaseTimer(target.device), _engine(target, engine)
-    if isinstance(proposer, HeadProposer):
-        engine.prepare(proposer.drafter)
     if isinstance(engine, DeviceEngine):
         if record_rounds or on_round is not None or trace:
             raise ValueError(

@@ -52,7 +52,10 @@ class HeadProposer(Proposer):
         return self.options.chains
 
     def start(self, session: Session) -> None:
-        """Forget the last call's sequences."""
+        """Forget the last call's sequences, and have the engine make the head ready, which it does
+        once, whether the head drafts by itself or as one of several.
+        """
+        session.engine.prepare(self.drafter)
         self._rule, self._timer = session.rule, session.timer
         self.reset(session.batch_size)
 

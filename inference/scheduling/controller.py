@@ -213,10 +213,12 @@ class Controller:
         """What all arms can do."""
         found = []
         for arm in self.arms:
-            estimate = self.estimates[arm.name]
-            table = estimate.optimistic() if optimistic else estimate.table()
             deepest, size = limits.get(arm.name, (arm.depth, arm.size))
             deepest = deepest if depth is None else min(deepest, depth)
+            if deepest < 1 or size < 2:  # text that stands nowhere else
+                continue
+            estimate = self.estimates[arm.name]
+            table = estimate.optimistic() if optimistic else estimate.table()
             offers = self.offers(arm, table, self._lookup, context, batch, deepest, size)
             found += later(offers, spread.get(arm.name, 0.0))
         return found

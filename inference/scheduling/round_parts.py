@@ -161,8 +161,6 @@ class _Drafting:
         timer = PhaseTimer()
         cache = engine.new_cache(batch, 256)
         proposer.start(Session(engine, cache, batch, timer, "match", list(range(batch))))
-        if isinstance(proposer, HeadProposer):
-            engine.prepare(proposer.drafter)
         self.round()  # takes in the text
 
     def limit(self, depth: int, top_k: int) -> None:

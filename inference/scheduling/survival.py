@@ -23,6 +23,8 @@ TRUSTED = 100.0
 """Rounds that a prior counts for at most beside the slow counts."""
 LONGEST = 1500.0
 """Rounds that are remembered at most from run to run."""
+SMALLEST = 2.0**-40
+"""Unit of fast counts below which they are written anew."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,15 @@ class SurvivalEstimator:
     strength: float = 4.0
     prior_strength: float = 2.0
     _age: int = field(default=0, init=False, repr=False)
+    _unit: float = field(default=1.0, init=False, repr=False)
     _fast: list[list[list[float]]] = field(init=False, repr=False)
     _slow: list[list[list[float]]] = field(init=False, repr=False)
     _known: list[list[tuple[float, float]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Empty counts: per depth and rank [accepted, tried]."""
+        """Empty counts: per depth and rank [accepted, tried]. The fast ones are kept in units of
+        what a new round counts for, so that what is remembered fades without being touched.
+        """
         self._fast, self._slow = self._empty(), self._empty()
         self.tell(self.prior)
 
@@ -142,21 +147,23 @@ class SurvivalEstimator:
         """Count one round of one sequence."""
         for level, offered in enumerate(outcome.offered[: self.depths]):
             hit = outcome.ranks[level] if level < len(outcome.ranks) else -1
-            for counts, half_life in ((self._fast, None), (self._slow, self.long_half_life)):
-                for rank, count in enumerate(counts[level][:offered]):
-                    if half_life is not None:
-                        _fade(count, half_life)
-                    count[0] += rank == hit
-                    count[1] += 1.0
+            for rank, count in enumerate(self._fast[level][:offered]):
+                count[0] += (rank == hit) / self._unit
+                count[1] += 1.0 / self._unit
+            for rank, count in enumerate(self._slow[level][:offered]):
+                _fade(count, self.long_half_life)
+                count[0] += rank == hit
+                count[1] += 1.0
 
     def tick(self) -> None:
         """One round has passed."""
         self._age += 1
-        factor = 0.5 ** (1.0 / self.half_life)
-        for row in self._fast:
-            for count in row:
-                count[0] *= factor
-                count[1] *= factor
+        self._unit *= 0.5 ** (1.0 / self.half_life)
+        if self._unit < SMALLEST:
+            for row in self._fast:
+                for count in row:
+                    count[:] = [value * self._unit for value in count]
+            self._unit = 1.0
 
     def table(self) -> list[list[float]]:
         """(K, R) estimates; a row sums to 1 at most, as one child at most is accepted."""
@@ -173,10 +180,12 @@ class SurvivalEstimator:
         found: list[list[float]] = []
         above = [PRIOR / (rank + 1) ** 2 for rank in range(self.ranks)]
         weight, fading = self.prior_strength, 0.5 ** (self._age / self.half_life)
+        unit = self._unit
         for level in range(self.depths):
             row, left = [], 1.0
             cells = zip(self._known[level], self._slow[level], self._fast[level], strict=True)
             for rank, ((before, rounds), (whole, seen), (hits, tried)) in enumerate(cells):
+                hits, tried = hits * unit, tried * unit
                 slow = (weight * above[rank] + before + whole) / (weight + rounds + seen)
                 above[rank] = slow
                 rate = (self.strength * slow + hits) / (self.strength + tried)

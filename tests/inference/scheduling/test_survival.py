@@ -149,3 +149,17 @@ def test_what_was_seen_of_other_texts_counts_for_some_rounds() -> None:
     for _ in range(6):
         text.observe(Outcome([], [1], 1))
     assert text.table()[0][0] < 0.25
+
+
+def test_what_is_remembered_of_a_passage_fades_by_half_a_half_life() -> None:
+    """Through a thousand rounds, most without drafts: counts are written anew meanwhile."""
+    source, found, seen = random.Random(0), SurvivalEstimator(1, half_life=4.0, strength=0.0), []
+    for now in range(1000):
+        found.tick()
+        if now % 7 == 3:
+            seen.append((now, int(source.random() < 0.6)))
+            found.observe(chain(seen[-1][1], 1))
+        if seen:
+            weights = [0.5 ** ((now - then) / 4.0) for then, _ in seen]
+            hits = sum(weight * hit for weight, (_, hit) in zip(weights, seen, strict=True))
+            assert found.table()[0][0] == pytest.approx(hits / sum(weights), rel=1e-9, abs=1e-12)

@@ -1,5 +1,7 @@
 """Packed linear layers compute what the plain ones do, and leave no trace."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,15 @@ from torch import nn
 from inference.engines import build_engine
 from inference.generate import plain_generate, speculative_generate
 from inference.huge_pages import page_bytes
-from inference.proposers import TreeOptions, build_proposer
+from inference.proposers import Proposer, TreeOptions, build_proposer
+from inference.proposers.adaptive import AdaptiveProposer
+from inference.proposers.compose import ComposedProposer
+from inference.proposers.ngram import NgramProposer
+from inference.scheduling.controller import controllers
+from inference.scheduling.costs import CostTable
 from inference.static.packing import PackedLinears, cannot_pack
 from tests.blocks import block_head
+from tests.inference.scheduling.costs import KEY
 from tests.tiny import tiny_target
 
 needs_kernels = pytest.mark.skipif(
@@ -97,3 +105,30 @@ def test_cost_tables_know_the_pages() -> None:
     assert engine.pages == "huge"
     engine.close()
     assert engine.pages == build_engine(target).pages == ""
+
+
+def costs_of_rows() -> CostTable:
+    """Drafting is worth it from the start."""
+    points = {(width, 0, 1): 1.0 + 0.01 * width for width in (1, 16)}
+    return CostTable(KEY, points, {("head", 1, 1, 1): 0.01, ("head", 3, 1, 1): 0.03})
+
+
+PROPOSERS: dict[str, Callable[[Proposer], Proposer]] = {
+    "alone": lambda head: head,
+    "composed": lambda head: ComposedProposer(head, NgramProposer(4, 3, 1), size=6),
+    "adaptive": lambda head: AdaptiveProposer({"head": head}, controllers(costs_of_rows())),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("among", PROPOSERS)
+def test_heads_are_packed_wherever_they_draft(among: str) -> None:
+    target = tiny_target(torch.float32)
+    head = block_head(target, "eagle3", dtype=torch.float32)
+    proposer = PROPOSERS[among](build_proposer(head, TreeOptions(size=4, depth=3, top_k=1)))
+    engine = build_engine(target, "packed")
+    speculative_generate(target, proposer, [[1, 2, 3]], max_new_tokens=4, engine=engine)
+    layers = [layer for layer in head.modules() if type(layer) is nn.Linear]
+    assert layers and all("forward" in vars(layer) for layer in layers)
+    engine.close()
+    assert not any("forward" in vars(layer) for layer in layers)
