@@ -123,7 +123,7 @@ class Controller:
     @property
     def trial(self) -> bool:
         """Whether the last choice was a trial."""
-        return self._last is not None and self._last.choice is not self._last.best
+        return self._last is not None and self._last.choice.same != self._last.best.same
 
     def choose(
         self,
