@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,7 @@ Range = tuple[int, int]
 @cache
 def page_bytes() -> int:
     """Of a huge page; 0 where there are none to be had."""
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or not MAPS.exists():
         return 0
     try:
         enabled = (SETTINGS / "enabled").read_text(encoding="ascii")
@@ -66,26 +67,26 @@ def collapse(ranges: Iterable[Range]) -> float:
 
 
 def whole_pages(ranges: Sequence[Range], mappings: Sequence[Range], page: int) -> list[Range]:
-    """The huge pages that hold some ranges, neighbours as one.
+    """The huge pages that hold some ranges, neighbours in a mapping as one.
 
     Args:
         ranges: in order.
         mappings: of the process. A page that is not wholly in one of them cannot be huge.
         page: bytes.
     """
-    numbers = {number for first, end in ranges for number in range(first // page, -(-end // page))}
-    possible = sorted(
-        number
-        for number in numbers
-        if any(low <= number * page and (number + 1) * page <= high for low, high in mappings)
+    numbers = sorted(
+        {number for first, end in ranges for number in range(first // page, -(-end // page))}
     )
     found: list[Range] = []
-    for number in possible:
-        first, end = number * page, (number + 1) * page
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((first, end))
+    for low, high in mappings:
+        start = bisect_left(numbers, -(-low // page))
+        inside = numbers[start : bisect_left(numbers, high // page)]
+        for place, number in enumerate(inside):
+            first, end = number * page, (number + 1) * page
+            if place and found[-1][1] == first:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((first, end))
     return found
 
 
@@ -112,7 +113,11 @@ def _mappings() -> list[tuple[Range, int]]:
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)", line)
         if head is not None:
             low, high, rights, inode, name = head.groups()
-            anonymous = rights.startswith("rw") and inode == "0" and name in ("", "[heap]")
+            anonymous = (
+                rights.startswith("rw")
+                and inode == "0"
+                and (name in ("", "[heap]") or name.startswith("[anon:"))
+            )
             if anonymous:
                 found.append(((int(low, 16), int(high, 16)), 0))
         elif anonymous and line.startswith("AnonHugePages:"):

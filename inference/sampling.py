@@ -265,7 +265,7 @@ def lowest_argmax(values: Tensor) -> Tensor:
     if values.ndim == 1 and values.device.type == "cpu" and values.dtype in NUMPY:
         best = values.detach().numpy().argmax()  # the first of equal ones, and NaN before all
         _check_largest(values[best])
-        return torch.tensor(best)
+        return torch.tensor(best, device=values.device)
     largest = values.amax(dim=-1, keepdim=True)
     _check_largest(largest)
     index = torch.arange(values.shape[-1], device=values.device)

@@ -22,9 +22,9 @@ import torch
 from inference.engine import EagerEngine, Engine
 from inference.proposers import Proposer
 from inference.proposers.arms import describe
-from inference.scheduling.auto import drafters_hash
+from inference.scheduling.auto import key_of
 from inference.scheduling.cost_calibration import CostGrid, calibrate_costs
-from inference.scheduling.costs import CostTable, machine_key
+from inference.scheduling.costs import CostTable
 from inference.scheduling.round_parts import Calibration
 from inference.scheduling.schedule import Arm, Table, plain_step, tree_tokens
 from inference.scheduling.survival import SurvivalEstimator
@@ -144,15 +144,7 @@ def measure(
     engine: Engine, arms: dict[str, Proposer], arm: Arm, args: argparse.Namespace
 ) -> CostTable:
     """The cost table of the grid; it is not kept."""
-    target = engine.target
-    key = machine_key(
-        target.device,
-        target.dtype,
-        target.fingerprint(),
-        engine.name,
-        drafters_hash(arms),
-        engine.pages,
-    )
+    key = key_of(engine, engine.name, arms)
     buckets = () if engine.widths is None else engine.widths
     widths = sorted({1, *args.sizes, *buckets})
     drafts = [] if arm.copies else [(arm.name, depth, arm.top_k) for depth in {1, arm.depth}]

@@ -28,6 +28,7 @@ from inference.scheduling.controller import controllers
 from inference.scheduling.cost_calibration import CostGrid, calibrate_costs
 from inference.scheduling.costs import (
     CostTable,
+    MachineKey,
     check_writable,
     costs_path,
     current_costs,
@@ -98,15 +99,7 @@ def measured_costs(
     Raises:
         ValueError: the table cannot be saved there.
     """
-    target = engine.target
-    key = machine_key(
-        target.device,
-        target.dtype,
-        target.fingerprint(),
-        engine.name,
-        drafters_hash(arms),
-        engine.pages,
-    )
+    key = key_of(engine, engine.name, arms)
     buckets = () if engine.widths is None else engine.widths
     grid = cost_grid([describe(*arm) for arm in arms.items()], contexts, batches, buckets)
     if path is not None:
@@ -142,6 +135,20 @@ def measured_costs(
     for line in table.lines():
         say(line)
     return table
+
+
+def key_of(engine: Engine, name: str, arms: Mapping[str, Proposer]) -> MachineKey:
+    """The key of a cost table of an engine in this process.
+
+    Args:
+        engine: that will decode.
+        name: of what is measured of it.
+        arms: proposers by name.
+    """
+    target, drafters = engine.target, drafters_hash(arms)
+    return machine_key(
+        target.device, target.dtype, target.fingerprint(), name, drafters, engine.pages
+    )
 
 
 def drafters_hash(arms: Mapping[str, Proposer]) -> str:

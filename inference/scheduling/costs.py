@@ -25,7 +25,7 @@ import torch
 
 from inference.files import write_whole
 
-FORMAT = 1
+FORMAT = 2
 FILE = "costs.json"
 """Its name in the folder of a head."""
 

@@ -3,9 +3,9 @@
 torch's compiler checks before every call whether all that it has built in is still so: thousands of
 attributes of a model's modules, a millisecond and more for a step that takes twenty. What is told
 apart by a *kind* here cannot have changed: an engine's weights and modules stay what they are while
-it is open, and a forward of other layers is another kind. So modules are not checked, while the
-shapes of tensors and all that is handed in are. Kinds do not look through each other's graphs
-either, which the compiler does for all graphs of one piece of code.
+it is open, and a forward of other layers is another kind. So modules are not checked, nor is what
+they hold meanwhile, while the arguments of a forward are. Kinds do not look through each other's
+graphs either, which the compiler does for all graphs of one piece of code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from drafters import TargetOutput
 
 Forward = Callable[..., TargetOutput]
+GRAPHS = 64
+"""Of a kind, at most: another for each number of threads and mode of gradients, for example."""
 
 
 class CompiledKinds:
@@ -42,6 +45,8 @@ class CompiledKinds:
             kind: whatever its modules depend on.
         """
         if kind not in self.compiled:
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
             self.compiled[kind] = torch.compile(
                 own_code(self._forward),
                 fullgraph=True,

@@ -194,7 +194,9 @@ class StaticEngine(Engine):
         return engine
 
     def close(self) -> None:
-        """Unpack all linear layers, and free what graphs hold."""
+        """Unpack all linear layers, and free graphs, which have packed weights built in."""
+        if self._kinds is not None:
+            self._kinds = CompiledKinds(self._forward)
         for engine in self._beside:
             engine.close()
         self._beside.clear()
@@ -249,7 +251,8 @@ class StaticEngine(Engine):
         run = self._run_of(kind)
         if entering is not None:
             assert part is not None and part[0] not in layers, "who brings rows has their features"
-            entering = F.pad(entering, (0, 0, 0, ids.shape[1] - width))
+            assert entering.dtype == self.shape.dtype, "compiled forwards take it as it comes"
+            entering = F.pad(entering, (0, 0, 0, ids.shape[1] - width)).contiguous()
         with (
             self._timed(kind),
             self.target.only(part, entering),  # may ask the model first, as it is without rows

@@ -25,9 +25,9 @@ from inference.files import write_whole
 from inference.proposers.heads import HeadProposer
 from inference.proposers.laws import proposal_kind
 from inference.sampling import SamplingParams
-from inference.scheduling.auto import drafters_hash
+from inference.scheduling.auto import key_of
 from inference.scheduling.controller import ControllerSettings
-from inference.scheduling.costs import MachineKey, check_writable, current_table, machine_key
+from inference.scheduling.costs import MachineKey, check_writable, current_table
 from inference.scheduling.priors import Memory
 from inference.scheduling.survival import Prior
 from inference.static.decoding import DeviceEngine
@@ -216,12 +216,9 @@ def measured_rounds(
     Raises:
         ValueError: the table cannot be saved there.
     """
-    params, target = sampling or SamplingParams(), engine.target
+    params = sampling or SamplingParams()
     name = f"{engine.name} {rule} {_law_name(params, proposal_kind(rule, params, head.draws))}"
-    drafters = drafters_hash({ARM: head})
-    key = machine_key(
-        target.device, target.dtype, target.fingerprint(), name, drafters, engine.pages
-    )
+    key = key_of(engine, name, {ARM: head})
     wanted = {(form, p, b) for form in [PLAIN, *forms] for p in contexts for b in batches}
     if path is not None:
         found, reasons = current_table(path, key, RoundTable.load)

@@ -1,5 +1,7 @@
 """Memory moves into huge pages without changing, and what cannot move stays."""
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,15 @@ from inference.huge_pages import collapse, huge_share, page_bytes, whole_pages
 
 PAGE = 100
 needs_pages = pytest.mark.skipif(not page_bytes(), reason="this system gives no huge pages")
+
+
+def plenty() -> bool:
+    """Whether the system gives huge pages to memory that asks for them before it is used."""
+    asked = mmap.mmap(-1, 32 << 20)
+    asked.madvise(mmap.MADV_HUGEPAGE)
+    asked.write(b"1" * len(asked))
+    first = ctypes.addressof(ctypes.c_char.from_buffer(asked))
+    return huge_share([(first, first + len(asked))]) > 0.8
 
 
 @pytest.fixture
@@ -32,6 +43,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ([(110, 120), (330, 340)], [(0, 1000)], [(100, 200), (300, 400)]),
         ([(120, 420)], [(110, 1000)], [(200, 500)]),
         ([(120, 420)], [(0, 150), (150, 390)], [(200, 300)]),
+        ([(120, 420)], [(0, 300), (300, 1000)], [(100, 300), (300, 500)]),
         ([(120, 420)], [], []),
     ],
 )
@@ -49,9 +61,8 @@ def test_used_memory_moves_and_keeps_its_values() -> None:
     ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors]
     before = huge_share(ranges)
     found = collapse(ranges)
-    if not found:
-        pytest.skip("the system has no huge page to give now")
-    assert 0 <= before <= found <= 1 and found > 0.5
+    assert 0 <= before <= found <= 1
+    assert found > 0.5 or not plenty()
     assert found == pytest.approx(huge_share(ranges))
     for number, x in enumerate(tensors):
         assert torch.equal(x, torch.arange(3_000_017) + number)

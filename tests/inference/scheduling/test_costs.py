@@ -143,7 +143,7 @@ def test_a_table_of_another_machine_is_not_used(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 1, "key": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 2, "key": {}}'])
 def test_what_is_no_table_is_measured_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     found, [why] = current_costs(tmp_path, KEY)

@@ -103,3 +103,43 @@ def test_plain_and_verifying_steps_take_turns_without_compiling_again() -> None:
             for rows in (1, 5, 1, 3):
                 assert step(rows).shape[1] == rows
     assert engine._kinds is not None and len(engine._kinds.compiled) == 2
+
+
+def test_an_engine_decodes_on_when_it_was_closed() -> None:
+    target = tiny_target(torch.float32, layers=2)
+    expected = plain_generate(target, PROMPTS, max_new_tokens=8).sequences
+    engine = StaticEngine(target, compiled=True)
+    for _ in range(2):
+        found = plain_generate(target, PROMPTS, max_new_tokens=8, engine=engine)
+        assert found.sequences == expected
+        engine.close()
+
+
+def test_another_number_of_threads_is_another_graph_of_a_kind() -> None:
+    kinds, before = CompiledKinds(lambda x: 2 * x), torch.get_num_threads()
+    try:
+        for count in range(1, 12):
+            torch.set_num_threads(count)
+            assert torch.equal(kinds.of("")(torch.ones(3)), 2 * torch.ones(3))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_that_enter_come_in_any_layout_and_one_dtype(strided: bool) -> None:
+    target = tiny_target(torch.float32, layers=4)
+    engine, plain = StaticEngine(target, compiled=True), StaticEngine(target, pack=False)
+    nodes, seen = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    width = target.hidden_size
+
+    def run(which: StaticEngine, entering: Tensor) -> Tensor:
+        cache = which.new_cache(1, 16)
+        found = which.append(cache, [nodes], [nodes], [seen], run_layers=(2, 3), entering=entering)
+        return found.logits
+
+    with torch.inference_mode():
+        run(engine, torch.randn(1, 3, width))
+        rows = torch.randn(1, width, 3).mT if strided else torch.randn(1, 3, width)
+        torch.testing.assert_close(run(engine, rows), run(plain, rows))
+        with pytest.raises(AssertionError, match="as it comes"):
+            run(engine, rows.double())
