@@ -73,7 +73,7 @@ class Calibration:
         """
         drafting = self._drafting(name, batch)
         drafting.limit(depth, top_k)
-        self.verify(1, min(context for context, _ in self._caches), batch)
+        self.verify(1, self._shortest, batch)
         return self._seconds(drafting.round)
 
     def absorb(self, name: str, more: int) -> float:
@@ -96,7 +96,7 @@ class Calibration:
 
     def rest(self, batch: int) -> float:
         """Seconds of what else a round does: the target's law, the walk, the commit."""
-        cache = self._cache(min(key[0] for key in self._caches), batch)
+        cache = self._cache(self._shortest, batch)
         vocab = self.engine.target.vocab_size
         tokens = torch.arange(REST_ROWS) % vocab
         logits = torch.zeros(REST_ROWS, vocab, device=self.engine.target.device)
@@ -134,6 +134,11 @@ class Calibration:
         with timer.phase("part"):
             run()
         return timer.seconds["part"] - (self.engine.captured_seconds - before)
+
+    @property
+    def _shortest(self) -> int:
+        """The least P that verifying was measured behind."""
+        return min(context for context, _ in self._caches)
 
     def _cache(self, context: int, batch: int) -> Any:
         """A cache of P tokens; which ones does not matter."""

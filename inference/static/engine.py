@@ -162,9 +162,7 @@ class StaticEngine(Engine):
             return
         if cannot_pack(next(drafter.parameters())) is not None:
             return
-        packed = self._pack([drafter])
-        packed.borrow(drafter)
-        self._heads.append((drafter, packed))
+        self._heads.append((drafter, self._pack([drafter])))
 
     def beside(self, model: TargetModel) -> Engine:
         """As the interface says; models that it does not suit run eagerly, and a warning says so.
@@ -196,7 +194,7 @@ class StaticEngine(Engine):
     def close(self) -> None:
         """Unpack all linear layers, and free graphs, which have packed weights built in."""
         if self._kinds is not None:
-            self._kinds = CompiledKinds(self._forward)
+            self._kinds.compiled.clear()
         for engine in self._beside:
             engine.close()
         self._beside.clear()
@@ -296,7 +294,7 @@ class StaticEngine(Engine):
             return self._run_of(kind)(ids, positions, rows, kind.layers, 0)
 
     def _run_of(self, kind: Kind) -> Callable[..., TargetOutput]:
-        return self._kinds.of(kind) if self._kinds and kind.tree else self._forward
+        return self._kinds.of(kind) if self._kinds is not None and kind.tree else self._forward
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -358,10 +356,10 @@ class StaticEngine(Engine):
     @contextmanager
     def _timed(self, kind: Kind) -> Iterator[None]:
         """Count the first forward of a kind as warming up."""
-        start = time.perf_counter()
+        form, start = (kind, self._kinds is None), time.perf_counter()
         yield
-        if (kind, self._kinds is None) not in self._warm:
-            self._warm.add((kind, self._kinds is None))
+        if form not in self._warm:
+            self._warm.add(form)
             self.warm_up_seconds += time.perf_counter() - start
 
 

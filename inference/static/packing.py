@@ -14,7 +14,7 @@ Letters: M rows, D_in and D_out features.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,8 @@ class PackedLinears:
     """The linear layers of some modules, packed.
 
     Args:
-        modules: whose `nn.Linear` layers, themselves included, are packed; each once.
+        modules: whose `nn.Linear` layers, themselves included, are packed; each once. Of heads with
+            a draft vocabulary also the rows of the target's output matrix that they borrow.
 
     Attributes:
         huge_share: of the packed bytes, those in huge pages; from 0 to 1.
@@ -74,7 +75,7 @@ class PackedLinears:
         ValueError: weights that cannot be packed, or are packed already.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         linears = {
             id(layer): layer
             for module in modules
@@ -91,14 +92,13 @@ class PackedLinears:
         self._heads: list[Drafter] = []
         for layer in self._layers:
             self._pack(layer)
+        for module in modules:
+            if isinstance(module, Drafter):
+                self._borrow(module)
         self.huge_share = collapse(self._ranges())
 
-    def borrow(self, drafter: Drafter) -> None:
-        """The rows of the target's output matrix that a head with a draft vocabulary borrows.
-
-        Args:
-            drafter: attached head; nothing is done for one that borrows the whole matrix or none.
-        """
+    def _borrow(self, drafter: Drafter) -> None:
+        """Rows of the target's output matrix; none for a head that borrows all of it or nothing."""
         vocab = drafter.draft_vocab
         if vocab is None:
             return
@@ -107,7 +107,6 @@ class PackedLinears:
         bias = None if head.bias is None else head.bias[vocab].to(dtype)
         product = self._add(head.weight[vocab].to(dtype), bias)
         self._heads.append(drafter)
-        self.huge_share = collapse(self._ranges())
 
         def borrowed_logits(hidden: Tensor) -> Tensor:
             return target.scaled(product(hidden))
