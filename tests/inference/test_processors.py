@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -243,16 +243,29 @@ def test_the_given_logits_are_not_changed() -> None:
     assert torch.equal(logits, before) and found[4] == -torch.inf
 
 
+class Unread(list[int]):
+    """A text that must not be looked at."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("the text was read")
+
+    def __getitem__(self, where: object) -> NoReturn:
+        raise AssertionError("the text was read")
+
+
 @pytest.mark.parametrize("warpers", WARPERS)
-def test_without_processors_a_sampler_is_probabilities(
-    warpers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_processors_a_sampler_is_probabilities(warpers: dict[str, Any]) -> None:
     logits = torch.randn(VOCAB)
     params = SamplingParams(**warpers)
     sampler = Sampler(params, len(PROMPT), [EOS], "cpu")
-    expected = probabilities(logits, params)
-    monkeypatch.setattr(torch, "tensor", None)  # the text is not even looked at
-    assert torch.equal(sampler.law(sampler.scores(logits, PROMPT)), expected)
+    law = sampler.law(sampler.scores(logits, Unread(PROMPT)))
+    assert torch.equal(law, probabilities(logits, params))
+
+
+def test_a_processor_reads_the_text() -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), len(PROMPT), [EOS], "cpu")
+    with pytest.raises(AssertionError, match="was read"):
+        sampler.scores(torch.randn(VOCAB), Unread(PROMPT))
 
 
 def test_the_law_is_one_hot_at_the_lowest_index_or_a_softmax() -> None:
