@@ -19,7 +19,6 @@ from inference.engine import Engine
 from inference.laws import tree_laws
 from inference.processors import Sampler
 from inference.proposers.base import Proposer, Resume, RowState, Session
-from inference.sampling import sample
 from inference.stats import AcceptanceStats
 from inference.stopping import Stopper
 from inference.timing import PhaseTimer
@@ -120,7 +119,7 @@ class Text:
     def draw_first(self, logits: Tensor) -> None:
         """Emit the token after the prompt from its logits (V,)."""
         found = self.sampler.scores(logits, self.tokens)
-        token = sample(self.sampler.law(found), self.sampler.params.seed, len(self.tokens))
+        token = self.sampler.draw(found, len(self.tokens))
         self.record(token, found, logits)
         self.tokens.append(token)
         self.reason = self.stopper.ended(self.tokens)
@@ -144,7 +143,7 @@ class Text:
             return self.reason is not None
 
         seed = self.sampler.params.seed
-        verdict = verify(tree, laws.law, rule, seed, start - 1, ended=ended)
+        verdict = verify(tree, laws.law, rule, seed, start - 1, ended=ended, draw=laws.draw)
         emitted = [tree.token(node) for node in verdict.path]
         if verdict.next_token is not None:
             laws.settle(last)

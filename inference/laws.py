@@ -41,6 +41,16 @@ class TreeLaws:
         self.scores[node] = self._ask(self.sampler, node)
         return self.sampler.law(self.scores[node])
 
+    def draw(self, node: int, position: int) -> int:
+        """The token that plain sampling draws behind a node.
+
+        Args:
+            node: of the tree.
+            position: absolute, of the token.
+        """
+        self.scores[node] = self._ask(self.sampler, node)
+        return self.sampler.draw(self.scores[node], position)
+
     def settle(self, node: int) -> None:
         """Told of each node, in order, before the token behind it is emitted."""
 

@@ -35,7 +35,16 @@ from transformers.generation import (
 )
 
 from inference.copies import copied, name_of
-from inference.sampling import Processor, SamplingParams, law_of, score_dtype, token_ids, warp
+from inference.sampling import (
+    Processor,
+    SamplingParams,
+    law_of,
+    lowest_argmax,
+    sample,
+    score_dtype,
+    token_ids,
+    warp,
+)
 
 TOP_DOWN = ("match", "coupled", "rejection")
 """Rules that ask for laws one token after the other, of emitted tokens only."""
@@ -169,6 +178,18 @@ class Sampler:
     def law(self, scores: Tensor) -> Tensor:
         """(V,) `scores` -> (V,) probabilities: one-hot, the lowest index on ties, if greedy."""
         return law_of(scores, self.params)
+
+    def draw(self, scores: Tensor, position: int) -> int:
+        """The token at an absolute position: `sample(law(scores), seed, position)`. A greedy one is
+        found without its law, whose V numbers would take longer to write down than to look at.
+
+        Args:
+            scores: (V,) as `scores` gives them.
+            position: of the token.
+        """
+        if self.params.temperature == 0.0:
+            return int(lowest_argmax(scores))
+        return sample(self.law(scores), self.params.seed, position)
 
 
 def own_processors(

@@ -56,9 +56,12 @@ class AcceptanceStats:
         self.num_accepted_tokens += accepted
         self.num_emitted += emitted
         self.accepted_histogram[accepted] += 1
-        self.proposed_by_depth.update(range(1, tree_depth + 1))
-        self.reached_by_depth.update(range(1, min(tree_depth, accepted + 1) + 1))
-        self.accepted_by_depth.update(range(1, accepted + 1))
+        for depth in range(1, tree_depth + 1):
+            self.proposed_by_depth[depth] += 1
+        for depth in range(1, min(tree_depth, accepted + 1) + 1):
+            self.reached_by_depth[depth] += 1
+        for depth in range(1, accepted + 1):
+            self.accepted_by_depth[depth] += 1
 
     def merge(self, other: AcceptanceStats) -> AcceptanceStats:
         """The pooled counts of both, as a new object."""

@@ -57,6 +57,10 @@ ALL_RULES = RULES | LOSSY_RULES
 """Everything that `verify` knows."""
 
 
+Draw = Callable[[int, int], int]
+"""(node, position) -> the token that the target draws at that position, behind that node."""
+
+
 def verify(
     tree: TokenTree,
     law: Law,
@@ -65,6 +69,7 @@ def verify(
     position: int,
     coins: Coins | None = None,
     ended: Ended | None = None,
+    draw: Draw | None = None,
 ) -> Verdict:
     """Decide what this round emits.
 
@@ -78,6 +83,9 @@ def verify(
         coins: replaces the noise keyed by `seed`.
         ended: tells whether the text ends with the last of the tokens accepted so far this round;
             asked once per accepted token, in order. The round emits nothing behind the end.
+        draw: plain sampling's own draw, for `match` and `coupled`, which then ask it alone, once
+            per visited node, in the order of the text: a greedy token is found faster than its law
+            is written down. None draws from `law` with the coins.
 
     Raises:
         ValueError: a rule that is unknown or does not fit the tree; drafts of probability zero.
@@ -88,9 +96,17 @@ def verify(
     if rule == "lossy_typical":
         return lossy_typical(tree, law, coins or KeyedCoins(seed, Stream.TARGET), position, ended)
     if rule == "rejection":
-        coins = coins or KeyedCoins(seed, Stream.RESIDUAL)
-        return _walk(tree, law, _accept_or_reject, coins, position, ended)
-    return _walk(tree, law, _match, coins or KeyedCoins(seed, Stream.TARGET), position, ended)
+        judging = coins or KeyedCoins(seed, Stream.RESIDUAL)
+        return _walk(
+            lambda node, position: _accept_or_reject(tree, node, law(node), judging, position),
+            position,
+            ended,
+        )
+    assert coins is None or draw is None, "two sources of the same draws"
+    if draw is None:
+        drawing = coins or KeyedCoins(seed, Stream.TARGET)
+        return _walk(_matching(tree, lambda node, at: drawing.draw(law(node), at)), position, ended)
+    return _walk(_matching(tree, draw), position, ended)
 
 
 def check_rule(rule: str, proposal: Proposal) -> None:
@@ -105,20 +121,17 @@ def check_rule(rule: str, proposal: Proposal) -> None:
         )
 
 
-Step = Callable[[TokenTree, int, Tensor, Coins, int], tuple[int | None, int]]
-"""Tree, node, (V,) target law there, coins, position of its children -> the accepted child or None,
-and the token at that position."""
+Step = Callable[[int, int], tuple[int | None, int]]
+"""Node and position of its children -> the accepted child or None, and the token there."""
 
 
-def _walk(
-    tree: TokenTree, law: Law, step: Step, coins: Coins, position: int, ended: Ended | None
-) -> Verdict:
+def _walk(step: Step, position: int, ended: Ended | None) -> Verdict:
     """Go down from the root while a child is accepted."""
     node = 0
     path: list[int] = []
     tokens: list[int] = []
     while True:
-        child, token = step(tree, node, law(node), coins, position + 1 + len(path))
+        child, token = step(node, position + 1 + len(path))
         if child is None:
             return Verdict(path, token)
         path.append(child)
@@ -128,12 +141,14 @@ def _walk(
         node = child
 
 
-def _match(
-    tree: TokenTree, node: int, law: Tensor, coins: Coins, position: int
-) -> tuple[int | None, int]:
+def _matching(tree: TokenTree, draw: Draw) -> Step:
     """Draw from the target and follow the child that matches."""
-    token = coins.draw(law, position)
-    return tree.child_with_token(node, token), token
+
+    def step(node: int, position: int) -> tuple[int | None, int]:
+        token = draw(node, position)
+        return tree.child_with_token(node, token), token
+
+    return step
 
 
 def _accept_or_reject(

@@ -31,6 +31,7 @@ from inference.proposers.arms import (
 )
 from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.confident import Cuts
+from inference.proposers.copying import CopyingProposer
 from inference.proposers.deciding import (
     Deciding,
     Estimates,
@@ -77,6 +78,7 @@ class AdaptiveProposer(Proposer):
 
     Attributes:
         made: rounds by what was done in them: (arm or None, depth, children per node, nodes).
+        drafted: sequences, in all rounds so far, whose drafts a network made.
         expected_tokens: of all rounds so far.
         expected_seconds: of all rounds so far; each sequence of a batch counts its rounds.
         absorbed: seconds, by the cost table, of taking in prompts and what arms had missed.
@@ -99,6 +101,9 @@ class AdaptiveProposer(Proposer):
             raise ValueError("AdaptiveProposer: one proposer is given twice; build one for each")
         self.arms = {name: describe(name, proposer) for name, proposer in arms.items()}
         self.proposers = dict(arms)
+        self._copying = {
+            name: arm for name, arm in arms.items() if isinstance(arm, CopyingProposer)
+        }
         for name in confident:
             head = self.proposers.get(name)
             if not isinstance(head, HeadProposer) or head.drafter.confidence is None or not costs:
@@ -117,6 +122,7 @@ class AdaptiveProposer(Proposer):
         self._width = 1
         self._session: Session
         self.made: Counter[tuple[str | None, int, int, int]] = Counter()
+        self.drafted = 0
         self.expected_tokens = self.expected_seconds = self.absorbed = 0.0
 
     @property
@@ -152,11 +158,7 @@ class AdaptiveProposer(Proposer):
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """Learn from the last round, choose, and let the chosen arms draft."""
         live = {row: state for row, state in enumerate(states) if state is not None}
-        copies = {
-            name: proposer.propose(states)
-            for name, proposer in self.proposers.items()
-            if self.arms[name].copies
-        }
+        copies = {name: proposer.copies(states) for name, proposer in self._copying.items()}
         heard = {row: self._heard(row, state) for row, state in live.items() if row in self._done}
         self.deciding.learn(live, heard, self._width)
         for row, state in live.items():
@@ -170,6 +172,7 @@ class AdaptiveProposer(Proposer):
             choice = choices[row]
             self._done[row] = _Done(len(live[row].tokens), choice, tree, of_row(copies, row))
             self.made[choice.same] += 1
+            self.drafted += choice.arm is not None and choice.arm not in self._copying
             self.expected_tokens += choice.tokens
             self.expected_seconds += choice.seconds
         self._width = max(tree.num_nodes for tree in trees.values())
@@ -187,7 +190,8 @@ class AdaptiveProposer(Proposer):
         return Heard(outcome_of(done.tree, new), others)
 
     def _situation(self, row: int, state: RowState, copies: Mapping[str, TokenTree]) -> Situation:
-        limits = {name: (tree.depth, tree.num_nodes) for name, tree in copies.items()}
+        limits = dict.fromkeys(self._copying, (0, 1))
+        limits |= {name: (tree.depth, tree.num_nodes) for name, tree in copies.items()}
         behind: dict[str, float] = {}
         if self._costs is not None:
             for name in self._backlog.layers:

@@ -45,7 +45,12 @@ def draft_law(sampling: SamplingParams, draft_temperature: float) -> SamplingPar
         sampling: of the sequence.
         draft_temperature: factor on its temperature.
     """
-    return replace(sampling, temperature=sampling.temperature * draft_temperature)
+    temperature = sampling.temperature * draft_temperature
+    return (
+        sampling
+        if temperature == sampling.temperature
+        else replace(sampling, temperature=temperature)
+    )
 
 
 def node_scores(

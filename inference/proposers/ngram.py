@@ -9,31 +9,13 @@ Legend: L tokens of the text so far, n length of a match, N tree nodes.
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
-
-from inference.proposers.base import Proposer, RowState, Session
-from inference.tree import Proposal, TokenTree
+from inference.proposers.base import RowState, Session
+from inference.proposers.copying import CopyingProposer, one_hot_tree
+from inference.tree import TokenTree
 
 OCCURRENCES = ("last", "first")
 MATCHES = (2, 3, 6)
 """Shortest matches of the parts of `by_match`, beside the shortest of all."""
-
-
-def one_hot_tree(
-    tokens: Sequence[int], parents: Sequence[int], device: torch.device | str
-) -> TokenTree:
-    """A tree of deterministically chosen tokens.
-
-    Args:
-        tokens: N, the committed token first.
-        parents: N, -1 first.
-        device: of the tensors.
-    """
-    return TokenTree(
-        torch.tensor(tokens, device=device),
-        torch.tensor(parents, device=device),
-        Proposal.ONE_HOT,
-    )
 
 
 class NgramIndex:
@@ -45,14 +27,13 @@ class NgramIndex:
     Args:
         min_ngram: shortest n.
         max_ngram: longest n.
-        unless: the n of matches that hide all others; None hides none.
     """
 
-    def __init__(self, min_ngram: int, max_ngram: int, unless: int | None = None) -> None:
-        self.unless = unless
-        self.sizes = [*range(min_ngram, max_ngram + 1), *([] if unless is None else [unless])]
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.sizes = range(min_ngram, max_ngram + 1)
         self._absorbed = 0
         self._starts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._last: tuple[int, tuple[int, Sequence[int]]] = (0, (0, ()))
 
     def absorb(self, tokens: Sequence[int]) -> None:
         """Add what follows the part of the text that is known already.
@@ -67,17 +48,59 @@ class NgramIndex:
                     self._starts[tuple(tokens[start - size : start])].append(start)
         self._absorbed = max(self._absorbed, len(tokens) - 1)
 
-    def longest_match(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The places, in order, at which the longest known n-gram ending the text goes on; none
-        where it is a hidden one.
+    def longest_match(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """The length of the longest known n-gram ending the text, and the places, in order, at
+        which it goes on; (0, ()) where none is known.
+
+        Args:
+            tokens: the whole text, absorbed.
         """
+        if self._last[0] != len(tokens):  # whoever shares an index asks for the same text
+            self._last = (len(tokens), self._longest(tokens))
+        return self._last[1]
+
+    def _longest(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]]:
         for size in reversed(self.sizes):
             if size < len(tokens) and (starts := self._starts.get(tuple(tokens[-size:]))):
-                return () if size == self.unless else starts
-        return ()
+                return size, starts
+        return 0, ()
 
 
-class NgramProposer(Proposer):
+class Indices:
+    """The indices of the texts of a call. Proposers of matches of different lengths share them.
+
+    Args:
+        min_ngram: shortest n.
+        max_ngram: longest n.
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self._of_row: dict[int, NgramIndex] = {}
+
+    def start(self, batch_size: int) -> None:
+        """Other texts, of which nothing is known."""
+        self._of_row = {
+            row: NgramIndex(self.min_ngram, self.max_ngram) for row in range(batch_size)
+        }
+
+    def finish(self, row: int) -> None:
+        """Drop the index of a sequence that has ended."""
+        self._of_row.pop(row, None)
+
+    def longest_match(self, row: int, tokens: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """See `NgramIndex.longest_match`; what is new of the text is absorbed.
+
+        Args:
+            row: of the batch.
+            tokens: its whole text.
+        """
+        index = self._of_row[row]
+        index.absorb(tokens)
+        return index.longest_match(tokens)
+
+
+class NgramProposer(CopyingProposer):
     """Prompt lookup with a tree (the idea of transformers' ``prompt_lookup_num_tokens``).
 
     The longest run of last tokens that has stood in the prompt or the output before is looked up,
@@ -100,8 +123,9 @@ class NgramProposer(Proposer):
         max_ngram: longest match looked for.
         min_ngram: shortest match that is drafted from.
         occurrence: ``"last"`` or ``"first"``.
-        unless: nothing is drafted where a match of this length exists: it is somebody else's. None
-            leaves nothing to others.
+        indices: shared with others that draft from matches of other lengths, so that only one of
+            them drafts: where the longest match is longer than ``max_ngram`` this one does not.
+            None has its own, in which no longer match is looked for.
 
     Raises:
         ValueError: an option out of range.
@@ -115,7 +139,7 @@ class NgramProposer(Proposer):
         max_ngram: int = 3,
         min_ngram: int = 1,
         occurrence: str = "last",
-        unless: int | None = None,
+        indices: Indices | None = None,
     ) -> None:
         if size < 2 or depth < 1 or branch < 1:
             raise ValueError(
@@ -132,14 +156,16 @@ class NgramProposer(Proposer):
                 f"NgramProposer: occurrence must be one of {', '.join(OCCURRENCES)}; "
                 f"got {occurrence!r}"
             )
-        if unless is not None and unless <= max_ngram:
+        if indices is not None and not (
+            indices.min_ngram <= min_ngram and max_ngram <= indices.max_ngram
+        ):
             raise ValueError(
-                f"NgramProposer: unless must be longer than max_ngram {max_ngram}, got {unless}"
+                f"NgramProposer: indices hold matches of {indices.min_ngram} to "
+                f"{indices.max_ngram} tokens, not of {min_ngram} to {max_ngram}"
             )
         self.size, self.depth, self.branch = size, depth, branch
         self.max_ngram, self.min_ngram, self.occurrence = max_ngram, min_ngram, occurrence
-        self.unless = unless
-        self._indices: dict[int, NgramIndex] = {}
+        self.indices = Indices(min_ngram, max_ngram) if indices is None else indices
 
     @property
     def chains(self) -> bool:
@@ -148,26 +174,18 @@ class NgramProposer(Proposer):
 
     def start(self, session: Session) -> None:
         """An empty index for each sequence."""
-        self._indices = {
-            row: NgramIndex(self.min_ngram, self.max_ngram, self.unless)
-            for row in range(session.batch_size)
-        }
-
-    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
-        """Absorb the new tokens of each text and look its end up; the root alone if unknown."""
-        return [
-            None if state is None else self._look_up(self._indices[row], state)
-            for row, state in enumerate(states)
-        ]
+        self.indices.start(session.batch_size)
 
     def finish(self, row: int, tokens: list[int]) -> None:
         """Drop the index of a sequence that has ended."""
-        self._indices.pop(row, None)
+        self.indices.finish(row)
 
-    def _look_up(self, index: NgramIndex, state: RowState) -> TokenTree:
+    def copy(self, row: int, state: RowState) -> TokenTree | None:
+        """Absorb the new tokens of the text and look its end up."""
         tokens, depth = state.tokens, min(self.depth, state.max_depth)
-        index.absorb(tokens)
-        starts = index.longest_match(tokens)
+        size, starts = self.indices.longest_match(row, tokens)
+        if not self.min_ngram <= size <= self.max_ngram or depth < 1:
+            return None
         last = self.occurrence == "last"
         chosen = starts[-self.branch :][::-1] if last else starts[: self.branch]
         copies = [copy_from(tokens, start, depth, run_on=last) for start in chosen]
@@ -187,16 +205,16 @@ def by_match(proposer: NgramProposer) -> dict[str, NgramProposer]:
     """
     longest, shortest = proposer.max_ngram, proposer.min_ngram
     starts = [n for n in MATCHES if shortest < n <= longest]
-    parts = {}
-    for low, beyond in zip([shortest, *starts], [*starts, None], strict=True):
+    shared, parts = Indices(shortest, longest), {}
+    for low, beyond in zip([shortest, *starts], [*starts, longest + 1], strict=True):
         parts[f"ngram{low}"] = NgramProposer(
             proposer.size,
             proposer.depth,
             proposer.branch,
-            max_ngram=longest if beyond is None else beyond - 1,
+            max_ngram=beyond - 1,
             min_ngram=low,
             occurrence=proposer.occurrence,
-            unless=beyond,
+            indices=shared,
         )
     return parts
 

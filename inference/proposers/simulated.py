@@ -17,7 +17,7 @@ import torch
 
 from inference.generate import plain_generate
 from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.ngram import one_hot_tree
+from inference.proposers.copying import one_hot_tree
 from inference.sampling import Stream, uniform_at
 from inference.tree import TokenTree
 from inference.verify import SAME_TOKENS

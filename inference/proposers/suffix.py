@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drafters import TargetModel
-from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.ngram import one_hot_tree
+from inference.proposers.base import RowState, Session
+from inference.proposers.copying import CopyingProposer, one_hot_tree
 from inference.proposers.suffix_automaton import SuffixAutomaton
 from inference.tree import TokenTree
 from inference.verify import SAME_TOKENS
@@ -157,7 +157,7 @@ class _Row:
 
 
 @dataclass(eq=False)
-class SuffixProposer(Proposer):
+class SuffixProposer(CopyingProposer):
     """Drafts what most often followed the longest known suffix of the text.
 
     A child's probability is D(child) = D(parent) · count(child) / count(parent), where the parent's
@@ -248,13 +248,6 @@ class SuffixProposer(Proposer):
             self._history.add(text)
         self._ended, self._rows, self._rule = [], {}, session.rule
 
-    def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
-        """Absorb the new tokens of each text and continue it; the root alone without a match."""
-        return [
-            None if state is None else self._continue(row, state)
-            for row, state in enumerate(states)
-        ]
-
     def finish(self, row: int, tokens: list[int]) -> None:
         """Keep the output, and of the prompt the end that its first tokens are matched by."""
         known = self._rows.pop(row, None)
@@ -266,10 +259,13 @@ class SuffixProposer(Proposer):
         past = self._history.automaton if safe else SuffixAutomaton(self._counted)
         return _Row(state.prompt_length, SuffixAutomaton(self._counted), past)
 
-    def _continue(self, number: int, state: RowState) -> TokenTree:
-        if number not in self._rows:
-            self._rows[number] = self._new_row(state)
-        row = self._rows[number]
+    def copy(self, row: int, state: RowState) -> TokenTree | None:
+        """Absorb the new tokens of the text and continue it."""
+        if row not in self._rows:
+            self._rows[row] = self._new_row(state)
+        return self._continue(self._rows[row], state)
+
+    def _continue(self, row: _Row, state: RowState) -> TokenTree | None:
         past = row.past
         for token in state.tokens[row.absorbed :]:
             row.own.append(token)
@@ -294,4 +290,6 @@ class SuffixProposer(Proposer):
             self.branch,
             self.min_probability,
         )
+        if not tokens:
+            return None
         return one_hot_tree([state.tokens[-1], *tokens], [-1, *parents], state.hidden.device)

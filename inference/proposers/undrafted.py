@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.proposers.base import Proposer, RowState, Session
-from inference.proposers.ngram import one_hot_tree
+from inference.proposers.copying import one_hot_tree
 from inference.tree import TokenTree
 
 

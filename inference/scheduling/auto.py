@@ -193,7 +193,8 @@ def acceptance_hashes(arms: Mapping[str, Proposer]) -> dict[str, str]:
         elif isinstance(arm, DraftModelProposer):
             parts.append(arm.draft.fingerprint())
         elif isinstance(arm, NgramProposer):
-            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch, arm.unless]
+            hidden_by = arm.max_ngram + 1 if arm.max_ngram < arm.indices.max_ngram else None
+            parts += [arm.max_ngram, arm.min_ngram, arm.occurrence, arm.branch, hidden_by]
         elif isinstance(arm, SuffixProposer):
             parts += [arm.max_match, arm.factor, arm.offset, arm.min_probability, arm.own_weight]
         found[name] = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -223,9 +224,6 @@ class AutoProposer(AdaptiveProposer):
         costs: of the engine that will decode.
         priors: by arm, what is known beforehand of its acceptance.
         memory: where what is learnt is kept from run to run; reading it is the caller's.
-
-    Attributes:
-        predicted: of all rounds so far, in which sequences of a batch share the seconds.
     """
 
     def __init__(
@@ -240,27 +238,24 @@ class AutoProposer(AdaptiveProposer):
         new_batch = batch_controllers(costs, priors, cut_arms=confident)
         super().__init__(arms, new, costs, confident, new_batch)
         self.costs, self.priors, self.memory = costs, dict(priors or {}), memory
-        self.predicted = Predicted()
+        self._seconds = self._plain_seconds = 0.0
 
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """As decided; what is expected of the round is added up."""
-        made, absorbed = self.made.copy(), self.absorbed
         tokens, seconds = self.expected_tokens, self.expected_seconds
         trees = super().propose(states)
         lengths = [len(state.tokens) for state in states if state is not None]
-        rows, tokens = len(lengths), self.expected_tokens - tokens
+        rows = len(lengths)
+        self._seconds += (self.expected_seconds - seconds) / rows
         plain = plain_step(self.costs, sum(lengths) / rows, rows)
-        self.predicted += Predicted(
-            sum(
-                count - made[what]
-                for what, count in self.made.items()
-                if what[0] is not None and not self.arms[what[0]].copies
-            ),
-            tokens,
-            (self.expected_seconds - seconds) / rows + self.absorbed - absorbed,
-            tokens / rows * plain.seconds,
-        )
+        self._plain_seconds += (self.expected_tokens - tokens) / rows * plain.seconds
         return trees
+
+    @property
+    def predicted(self) -> Predicted:
+        """Of all rounds so far, in which sequences of a batch share the seconds."""
+        seconds = self._seconds + self.absorbed
+        return Predicted(self.drafted, self.expected_tokens, seconds, self._plain_seconds)
 
     def keep(self, say: Callable[[str], None]) -> None:
         """Leave what was learnt to the next run. At the end of one: nothing reads it before.

@@ -17,7 +17,7 @@ decide before, and are taken as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from inference.scheduling.accounts import Account, Ratio, Remembered
 from inference.scheduling.admission import Plan
@@ -160,7 +160,7 @@ class BatchController:
             plain.seconds,
         )
         return {
-            row: replace(choice, tokens=offer.tokens, seconds=plan.seconds)
+            row: choice._replace(tokens=offer.tokens, seconds=plan.seconds)
             for row, (choice, offer) in chosen.items()
         }
 

@@ -23,7 +23,7 @@ one text.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from inference.scheduling.accounts import Account, Ratio, Remembered
 from inference.scheduling.schedule import Arm, Choice, RoundCosts, best_choice, menu, plain_step
@@ -232,8 +232,7 @@ class Controller:
         if choice.same not in self._ratios:
             return choice
         tokens, spent = self._ratios[choice.same]
-        return replace(
-            choice,
+        return choice._replace(
             tokens=1.0 + (choice.tokens - 1.0) * tokens.value(),
             seconds=choice.seconds * spent.value(),
         )
@@ -326,7 +325,7 @@ def later(choices: Sequence[Choice], seconds: float) -> list[Choice]:
     """The same choices, each taking so much longer."""
     if not seconds:
         return list(choices)
-    return [replace(choice, seconds=choice.seconds + seconds) for choice in choices]
+    return [choice._replace(seconds=choice.seconds + seconds) for choice in choices]
 
 
 def controllers(

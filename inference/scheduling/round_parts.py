@@ -106,7 +106,7 @@ class Calibration:
             sampler = Sampler(SamplingParams(), 1, frozenset(), logits.device)
             tree = TokenTree.chain(tokens)
             laws = tree_laws(sampler, tree, logits, [0], "match")
-            verify(tree, laws.law, "match", 0, 0)
+            verify(tree, laws.law, "match", 0, 0, draw=laws.draw)
         seconds = time.perf_counter() - start
         return seconds + self._commit(cache, batch)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from inference.tree import DRAWN_KINDS, Proposal, TokenTree
 from inference.verify import SAME_TOKENS
@@ -224,9 +224,8 @@ class Arm:
             object.__setattr__(self, "size", self.depth + 1)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What one round does.
+class Choice(NamedTuple):
+    """What one round does. There are some dozens to choose from in every round, so a plain tuple.
 
     Attributes:
         arm: name of where drafts come from; None for a plain step.

@@ -12,7 +12,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 import inference.copies
 from drafters import TargetModel
 from inference.generate import plain_generate, speculative_generate
-from inference.laws import LookAhead
+from inference.laws import LookAhead, TreeLaws
 from inference.processors import Sampler
 from inference.proposers import TreeOptions
 from inference.proposers.draft_model import DraftModelProposer
@@ -20,6 +20,7 @@ from inference.proposers.ngram import NgramProposer
 from inference.sampling import SamplingParams
 from inference.stopping import Stop
 from inference.tree import Proposal, TokenTree
+from inference.verify import SAME_TOKENS, verify
 from tests.inference.stateful import (
     CHAINS,
     NEW,
@@ -285,3 +286,23 @@ def test_what_comes_to_hold_something_uncopyable_is_an_error_not_a_wrong_text(
             rule="block",
             stop=NO_END,
         )
+
+
+@pytest.mark.parametrize("rule", SAME_TOKENS)
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, seed=3, top_k=4)])
+def test_draws_without_laws_are_those_from_them(params: SamplingParams, rule: str) -> None:
+    noise = torch.Generator().manual_seed(5)
+    accepted = 0
+    for _ in range(40):
+        tokens = torch.tensor([1, *torch.randperm(6, generator=noise)[:5].tolist()])
+        tree = TokenTree(tokens, torch.tensor([-1, 0, 0, 1, 1, 3]), Proposal.ONE_HOT)
+        logits = torch.randn(6, 6, generator=noise).round()  # with ties
+        drawn, slow = (
+            TreeLaws(Sampler(params, 1, [], "cpu"), tree, logits, [3, 1]) for _ in range(2)
+        )
+        found = verify(tree, drawn.law, rule, params.seed, 1, draw=drawn.draw)
+        assert found == verify(tree, slow.law, rule, params.seed, 1)
+        assert drawn.scores.keys() == slow.scores.keys()
+        assert all(torch.equal(drawn.scores[node], slow.scores[node]) for node in slow.scores)
+        accepted += len(found.path)
+    assert accepted > 5  # not by leaves alone

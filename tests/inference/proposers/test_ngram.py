@@ -13,7 +13,7 @@ from inference.cache import TreeCache
 from inference.engine import EagerEngine
 from inference.generate import plain_generate, speculative_generate
 from inference.proposers.base import RowState, Session
-from inference.proposers.ngram import NgramProposer, by_match, copy_from, merge_copies
+from inference.proposers.ngram import Indices, NgramProposer, by_match, copy_from, merge_copies
 from inference.sampling import SamplingParams
 from inference.timing import PhaseTimer
 from inference.tree import Proposal, TokenTree
@@ -153,15 +153,26 @@ def test_parts_by_match_draft_together_what_the_whole_drafts(
 
 def test_a_longer_match_hides_shorter_ones(one: Session) -> None:
     chains = {}
-    for unless in (None, 3, 2):
-        proposer = NgramProposer(depth=2, branch=1, max_ngram=1, unless=unless)
+    for longest in (1, 2, 3):
+        proposer = NgramProposer(depth=2, branch=1, max_ngram=1, indices=Indices(1, longest))
         proposer.start(one)
         (tree,) = proposer.propose([state([5, 1, 2, 3, 4, 1, 2])])
         assert tree is not None
-        chains[unless] = tree.tokens.tolist()
-    assert chains == {None: [2, 3, 4], 3: [2, 3, 4], 2: [2]}
-    with pytest.raises(ValueError, match="unless must be longer than max_ngram 3"):
-        NgramProposer(unless=3)
+        chains[longest] = tree.tokens.tolist()
+    assert chains == {1: [2, 3, 4], 2: [2], 3: [2]}
+    with pytest.raises(ValueError, match="indices hold matches of 1 to 2 tokens, not of 1 to 3"):
+        NgramProposer(indices=Indices(1, 2))
+
+
+def test_parts_share_one_index(one: Session) -> None:
+    parts = list(by_match(NgramProposer(max_ngram=10)).values())
+    assert len({id(part.indices) for part in parts}) == 1
+    for part in parts:
+        part.start(one)
+    text = [5, 1, 2, 3, 4, 1, 2]
+    assert [part.copies([state(text)])[0] is None for part in parts] == [True, False, True, True]
+    parts[0].finish(0, text)
+    parts[1].finish(0, text)
 
 
 def test_first_and_last_differ_and_last_is_the_default(one: Session) -> None:
@@ -233,7 +244,7 @@ def test_an_ended_sequence_keeps_nothing_and_a_new_call_starts_afresh(target: Ta
     text = [4, 5, 4]
     proposer.propose([state(text), state(text)])
     proposer.finish(0, text)
-    assert list(proposer._indices) == [1]
+    assert list(proposer.indices._of_row) == [1]
     proposer.start(session(target))
     (tree,) = proposer.propose([state([9, 4])])
     assert tree is not None and tree.num_nodes == 1
