@@ -28,7 +28,7 @@ def decided_by_costs(
 
     Args:
         args: with `--head` and `--costs`, which say where both are kept: in the head's folder,
-            unless a path is given. A head from the hub keeps none.
+            unless a path is given. A head from the hub keeps none. With `--no-clock`.
         arms: proposers by name.
         engine: that will decode.
         batch_size: of its calls.
@@ -36,7 +36,7 @@ def decided_by_costs(
     costs = costs_of(args, arms, engine, batch_size)
     memory = memory_of(args, arms, engine)
     priors = {} if memory is None else memory.read(say)
-    return AutoProposer(arms, costs, priors, memory)
+    return AutoProposer(arms, costs, priors, memory, clock=not args.no_clock)
 
 
 def costs_of(

@@ -51,9 +51,12 @@ OWN = (
     "min-confidence",
     "with-ngram",
     "costs",
+    "no-clock",
 )
 """Drafting options that have an effect on greedy text."""
 
+FLAGS = ("with-ngram", "no-clock")
+"""Of these, those that take no value."""
 COUNTS = ("first", "length", "match")
 UNTRAINED = ("ngram", "suffix", "draft-model", "layer-skip")
 
@@ -153,8 +156,8 @@ def _check(found: Contender) -> None:
                 f"--contenders {found.name}: {name!r} is no setting of it; it takes "
                 f"{', '.join(allowed) or 'none'}"
             )
-        if (value == "") != (name == "with-ngram"):
-            what = "takes no value" if name == "with-ngram" else "needs a value: NAME=VALUE"
+        if (value == "") != (name in FLAGS):
+            what = "takes no value" if name in FLAGS else "needs a value: NAME=VALUE"
             raise ValueError(f"--contenders {found.name}: {name} {what}")
         if name in COUNTS and not (value.isdigit() and int(value)):
             raise ValueError(f"--contenders {found.name}: {name} is a whole number from 1")

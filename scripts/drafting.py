@@ -113,6 +113,13 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         "this machine (default: costs-ENGINE.json in the head's folder)",
     )
     add(
+        "--no-clock",
+        action="store_true",
+        default=None,
+        help="--size auto: decide by --costs alone, so that a run repeats choice for choice; "
+        "otherwise rounds are timed, and decided about by what they take",
+    )
+    add(
         "--depth",
         type=int,
         metavar="N",
@@ -190,6 +197,8 @@ def load_proposer(
         return _load_auto(args, target, engine or EagerEngine(target), batch_size, drafter)
     if args.costs is not None:
         raise ValueError("--costs has an effect with --size auto only: drop it")
+    if args.no_clock:
+        raise ValueError("--no-clock has an effect with --size auto only: drop it")
     kind = args.proposer or "head"
     check_names(args, kind)
     defaults = dict(DEFAULTS[kind])
@@ -314,11 +323,15 @@ def _load_auto(
     if args.with_ngram:
         raise ValueError("--with-ngram has no effect with --size auto, which copies: drop it")
     kind = args.proposer or "head"
-    alone = argparse.Namespace(**{**vars(args), "size": None, "costs": None})
+    alone = argparse.Namespace(**{**vars(args), "size": None, "costs": None, "no_clock": None})
     if kind == "head":
         alone.tree = "grown"
     arms = {kind: load_proposer(alone, target, drafter=drafter)}
     if isinstance(engine, DeviceEngine):
+        if args.no_clock:
+            raise ValueError(
+                "--no-clock has no effect with engine 'device', which times no rounds: drop it"
+            )
         vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
         return decided_on_device(args, arms[kind], engine, batch_size)
     if args.min_confidence:
@@ -330,7 +343,9 @@ def _load_auto(
         arms = dict(by_match(arms[kind]))
     elif kind != "suffix":
         arms |= by_match(NgramProposer(**AUTO_COPIES))
-    vars(args).update({**vars(alone), "size": "auto", "costs": args.costs})
+    vars(args).update(
+        {**vars(alone), "size": "auto", "costs": args.costs, "no_clock": args.no_clock}
+    )
     return decided_by_costs(args, arms, engine, batch_size)
 
 

@@ -39,6 +39,7 @@ OTHER_DRAFTS = (
     "min_confidence",
     "with_ngram",
     "costs",
+    "no_clock",
     *LAW_OPTIONS,
 )
 """Options that have no effect on simulated drafts."""

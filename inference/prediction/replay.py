@@ -178,7 +178,7 @@ def player(
             raise ValueError(
                 f"replay: drafts of {name!r} cannot be recorded: it takes trained heads and copies"
             )
-    return Player(target, AutoProposer(in_order, costs, priors), heads, costs)
+    return Player(target, AutoProposer(in_order, costs, priors, clock=False), heads, costs)
 
 
 def followed(tree: TokenTree, following: Sequence[int]) -> int:

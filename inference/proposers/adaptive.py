@@ -75,6 +75,9 @@ class AdaptiveProposer(Proposer):
             on cannot pay, and cuts chains that are not drawn to the length that pays.
         new_batch: builds what decides for the sequences of a batch at once; None leaves each of
             them to itself.
+        new_alone: builds what decides for a sequence that may look at nothing but its own rounds;
+            None is ``new_chooser``.
+        paced: costs as they come about, by which the others cut their drafts; None is ``costs``.
 
     Attributes:
         made: rounds by what was done in them: (arm or None, depth, children per node, nodes).
@@ -94,6 +97,8 @@ class AdaptiveProposer(Proposer):
         costs: RoundCosts | None = None,
         confident: Collection[str] = (),
         new_batch: NewBatchChooser | None = None,
+        new_alone: NewChooser | None = None,
+        paced: RoundCosts | None = None,
     ) -> None:
         if not arms:
             raise ValueError("AdaptiveProposer: one arm at least is needed")
@@ -112,14 +117,15 @@ class AdaptiveProposer(Proposer):
                     "a confidence output"
                 )
         self.confident = frozenset(confident)
-        self.deciding = Deciding(list(self.arms.values()), new_chooser, new_batch)
+        self.deciding = Deciding(list(self.arms.values()), new_chooser, new_batch, new_alone)
         self._costs = costs
-        self._cuts = None if costs is None else Cuts(costs, self.confident)
+        self._alone = None if costs is None else Cuts(costs, self.confident)
+        self._paced = self._alone if paced is None else Cuts(paced, self.confident)
         self._backlog = Backlog(
             {name: arms[name].feature_layers for name, arm in self.arms.items() if not arm.copies}
         )
         self._done: dict[int, _Done] = {}
-        self._width = 1
+        self._width, self._late = 1, 0
         self._session: Session
         self.made: Counter[tuple[str | None, int, int, int]] = Counter()
         self.drafted = 0
@@ -167,6 +173,7 @@ class AdaptiveProposer(Proposer):
             row: self._situation(row, state, of_row(copies, row)) for row, state in live.items()
         }
         choices = self.deciding.choose(live, situations)
+        self._late = 0
         trees = self._cut(live, choices, self._draft(live, choices, copies))
         for row, tree in trees.items():
             choice = choices[row]
@@ -177,6 +184,11 @@ class AdaptiveProposer(Proposer):
             self.expected_seconds += choice.seconds
         self._width = max(tree.num_nodes for tree in trees.values())
         return [trees.get(row) for row in range(len(states))]
+
+    def drafting(self) -> list[tuple[Choice, TokenTree]]:
+        """Of this round: what was chosen that networks drafted for, and the tree."""
+        copied = self._copying.keys() | {None}
+        return [(d.choice, d.tree) for d in self._done.values() if d.choice.arm not in copied]
 
     def _heard(self, row: int, state: RowState) -> Heard:
         """What became of the last round."""
@@ -240,8 +252,10 @@ class AdaptiveProposer(Proposer):
         asked: list[RowState | None] = [None] * self._session.batch_size
         for row, choice in choices.items():
             state = self._backlog.take(name, row, self.feature_layers)
+            late = max(len(state.hidden) - NEW, 0)
+            self._late += late
             if self._costs is not None:
-                self.absorbed += self._costs.absorb(name, max(len(state.hidden) - NEW, 0))
+                self.absorbed += self._costs.absorb(name, late)
             asked[row] = replace(state, max_depth=min(state.max_depth, choice.depth))
         if isinstance(proposer, HeadProposer):
             row, choice = next(iter(choices.items()))
@@ -261,10 +275,10 @@ class AdaptiveProposer(Proposer):
         self, head: HeadProposer, choice: Choice, row: int, state: RowState, floor: int
     ) -> None:
         """Make the head draft trees of the chosen size."""
-        least = 0.0
-        if self._cuts is not None and choice.arm in self.confident:
+        least, cuts = 0.0, self._cuts(state)
+        if cuts is not None and choice.arm in self.confident:
             shared = self.deciding.is_shared(state)
-            least = self._cuts.least(
+            least = cuts.least(
                 choice,
                 self.deciding.rate(row, state),
                 len(state.tokens),
@@ -288,6 +302,10 @@ class AdaptiveProposer(Proposer):
         session = self._session
         return len(session.live) if self.deciding.is_shared(state) else session.batch_size
 
+    def _cuts(self, state: RowState) -> Cuts | None:
+        """What cuts the drafts of a sequence."""
+        return self._paced if self.deciding.sees_others(state) else self._alone
+
     def _floor(self, choices: Mapping[int, Choice]) -> int:
         """Rows that the round has in any case: those of trees that are not cut."""
         fixed = [choice.size for choice in choices.values() if choice.arm not in self.confident]
@@ -300,7 +318,7 @@ class AdaptiveProposer(Proposer):
         trees: dict[int, TokenTree],
     ) -> dict[int, TokenTree]:
         """Chains that are not drawn, cut where verifying more of them does not pay."""
-        if self._cuts is None or not self.confident:
+        if not self.confident:
             return trees
         shared: dict[int, TokenTree] = {}
         found: dict[int, TokenTree] = {}
@@ -309,12 +327,14 @@ class AdaptiveProposer(Proposer):
             if self.deciding.is_shared(state):
                 shared[row] = tree
                 continue
-            rate = self.deciding.rate(row, state)
-            found[row] = self._cuts.alone(name, tree, rate, len(state.tokens), self._batch(state))
+            rate, cuts = self.deciding.rate(row, state), self._cuts(state)
+            assert cuts is not None, "confident arms take costs"
+            found[row] = cuts.alone(name, tree, rate, len(state.tokens), self._batch(state))
         if not shared:
             return found
         row, batch = next(iter(shared)), len(self._session.live)
-        return found | self._cuts.together(
+        assert self._paced is not None, "confident arms take costs"
+        return found | self._paced.together(
             {row: choices[row].arm for row in shared},
             shared,
             self.deciding.rate(row, live[row]) * batch,

@@ -74,12 +74,19 @@ class Deciding:
         arms: that may draft.
         new_chooser: builds what decides for one sequence.
         new_batch: builds what decides for several at once; None leaves each to itself.
+        new_alone: builds what decides for a sequence that may look at nothing but its own rounds;
+            None is ``new_chooser``.
     """
 
     def __init__(
-        self, arms: Sequence[Arm], new_chooser: NewChooser, new_batch: NewBatchChooser | None
+        self,
+        arms: Sequence[Arm],
+        new_chooser: NewChooser,
+        new_batch: NewBatchChooser | None,
+        new_alone: NewChooser | None = None,
     ) -> None:
         self.arms, self._new_chooser, self._new_batch = list(arms), new_chooser, new_batch
+        self._new_alone = new_alone or new_chooser
         self.shared: Estimates = {}
         self.lasting: dict[int, Chooser] = {}
         self.together: BatchController | None = None
@@ -95,9 +102,7 @@ class Deciding:
     def is_shared(self, state: RowState) -> bool:
         """Whether a sequence is decided for together with others."""
         return (
-            self._new_batch is not None
-            and self._session.batch_size > 1
-            and self._sees_others(state)
+            self._new_batch is not None and self._session.batch_size > 1 and self.sees_others(state)
         )
 
     def batch(self, state: RowState) -> int:
@@ -105,7 +110,7 @@ class Deciding:
         at.
         """
         session = self._session
-        return len(session.live) if self._sees_others(state) else session.batch_size
+        return len(session.live) if self.sees_others(state) else session.batch_size
 
     def learn(self, states: Mapping[int, RowState], heard: Mapping[int, Heard], width: int) -> None:
         """What became of the last round.
@@ -162,15 +167,18 @@ class Deciding:
     def chooser(self, row: int, state: RowState) -> Chooser:
         """The row's own, or one that has learnt from other rows and calls where that is allowed."""
         if row not in self._choosers:
-            if self._sees_others(state):
+            if self.sees_others(state):
                 if row not in self.lasting:
                     self.lasting[row] = self._new_chooser(self.arms, self.shared)
                 self._choosers[row] = self.lasting[row]
             else:
-                self._choosers[row] = self._new_chooser(self.arms, {})
+                self._choosers[row] = self._new_alone(self.arms, {})
         return self._choosers[row]
 
-    def _sees_others(self, state: RowState) -> bool:
+    def sees_others(self, state: RowState) -> bool:
+        """Whether what a sequence does may depend on others, and on the clock: whatever is drafted
+        for it, it emits the same.
+        """
         temperature = state.sampling.temperature
         return may_look(self._session.rule, Proposal.ONE_HOT, temperature).others
 

@@ -18,11 +18,12 @@ from torch import nn
 from inference.engine import Engine
 from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.arms import describe
-from inference.proposers.base import Proposer, RowState
+from inference.proposers.base import Proposer, RowState, Session
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.heads import HeadProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
+from inference.scheduling.accounts import Remembered
 from inference.scheduling.batch_controller import batch_controllers
 from inference.scheduling.controller import controllers
 from inference.scheduling.cost_calibration import CostGrid, calibrate_costs
@@ -34,10 +35,12 @@ from inference.scheduling.costs import (
     current_costs,
     machine_key,
 )
+from inference.scheduling.pace import PacedCosts
 from inference.scheduling.priors import Memory
 from inference.scheduling.round_parts import ABSORBED, WIDTHS, Calibration
-from inference.scheduling.schedule import Arm, plain_step
+from inference.scheduling.schedule import Arm
 from inference.scheduling.survival import Prior
+from inference.scheduling.watch import RoundBegun, Watch
 from inference.tree import TokenTree
 
 CONTEXTS = (128, 1024)
@@ -224,6 +227,8 @@ class AutoProposer(AdaptiveProposer):
         costs: of the engine that will decode.
         priors: by arm, what is known beforehand of its acceptance.
         memory: where what is learnt is kept from run to run; reading it is the caller's.
+        clock: whether rounds are watched, and decided about by what they really take
+            (`inference.scheduling.pace`). Without it a run repeats choice for choice.
     """
 
     def __init__(
@@ -232,24 +237,60 @@ class AutoProposer(AdaptiveProposer):
         costs: CostTable,
         priors: Mapping[str, Prior] | None = None,
         memory: Memory | None = None,
+        clock: bool = True,
     ) -> None:
         confident = [name for name, arm in arms.items() if _is_confident(arm)]
-        new = controllers(costs, priors, cut_arms=confident)
-        new_batch = batch_controllers(costs, priors, cut_arms=confident)
-        super().__init__(arms, new, costs, confident, new_batch)
+        self.paced = PacedCosts(costs)
+        super().__init__(
+            arms,
+            controllers(self.paced, priors, cut_arms=confident),
+            costs,
+            confident,
+            batch_controllers(self.paced, priors, cut_arms=confident),
+            controllers(Remembered(costs), priors, cut_arms=confident),
+            self.paced,
+        )
         self.costs, self.priors, self.memory = costs, dict(priors or {}), memory
+        self._watch = Watch(self.paced) if clock else None
         self._seconds = self._plain_seconds = 0.0
+
+    def start(self, session: Session) -> None:
+        """Start all arms, and the watch."""
+        super().start(session)
+        if self._watch is not None:
+            self._watch.start(session.timer)
 
     def propose(self, states: Sequence[RowState | None]) -> list[TokenTree | None]:
         """As decided; what is expected of the round is added up."""
+        if self._watch is not None:
+            self._watch.over()
         tokens, seconds = self.expected_tokens, self.expected_seconds
         trees = super().propose(states)
         lengths = [len(state.tokens) for state in states if state is not None]
-        rows = len(lengths)
+        rows, context = len(lengths), sum(lengths) / len(lengths)
         self._seconds += (self.expected_seconds - seconds) / rows
-        plain = plain_step(self.costs, sum(lengths) / rows, rows)
-        self._plain_seconds += (self.expected_tokens - tokens) / rows * plain.seconds
+        plain = self.paced.plain(context, rows)
+        self._plain_seconds += (self.expected_tokens - tokens) / rows * plain
+        if self._watch is not None:
+            drafts, networks = self._priced(rows), bool(self.drafting())
+            self._watch.begun(RoundBegun(self._width, context, rows, drafts, networks))
         return trees
+
+    def _priced(self, batch: int) -> dict[str, float]:
+        """By the arm whose network drafted in this round what that takes by the cost table; nothing
+        where several did, where one had to catch up, or where one was stopped by its confidence.
+        """
+        found: dict[str, float] = {}
+        for choice, tree in self.drafting():
+            assert choice.arm is not None
+            seconds = self.costs.draft(choice.arm, choice.depth, choice.top_k, batch)
+            if self.arms[choice.arm].together:
+                found[choice.arm] = max(found.get(choice.arm, 0.0), seconds)
+            else:
+                found[choice.arm] = found.get(choice.arm, 0.0) + seconds / batch
+            if self._late or (choice.arm in self.confident and tree.depth < choice.depth):
+                return {}
+        return found if len(found) == 1 and min(found.values()) > 0.0 else {}
 
     @property
     def predicted(self) -> Predicted:
@@ -270,7 +311,8 @@ class AutoProposer(AdaptiveProposer):
 
     def fresh(self) -> AutoProposer:
         """One with the same arms that has decoded nothing yet."""
-        return AutoProposer(self.proposers, self.costs, self.priors, self.memory)
+        clock = self._watch is not None
+        return AutoProposer(self.proposers, self.costs, self.priors, self.memory, clock)
 
 
 @dataclass(frozen=True)

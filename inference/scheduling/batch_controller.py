@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inference.scheduling.accounts import Account, Ratio, Remembered
+from inference.scheduling.accounts import Account, Ratio
 from inference.scheduling.admission import Plan
 from inference.scheduling.batch_round import BatchRound, Options, Seen, Situation
 from inference.scheduling.controller import ControllerSettings, add_estimates
@@ -85,7 +85,6 @@ class BatchController:
         self._trials = Account(self.settings.trials)
         self._losses = Account(self.settings.losses)
         self._seen = Seen()
-        self._lookup = Remembered(self.costs)
         self._own: dict[int, dict[str, SurvivalEstimator]] = {}
         self._news: set[str] = set()
         self._held: dict[int, tuple] = {}
@@ -132,7 +131,7 @@ class BatchController:
             round.
         """
         half_life = self.settings.half_life
-        this = BatchRound(self.arms, self._lookup, self._seen, rows, decided or {}, half_life)
+        this = BatchRound(self.arms, self.costs, self._seen, rows, decided or {}, half_life)
         options = this.options(self._tables)
         plain = this.plan([0] * len(options), options)
         best = self._held_or(this.best(options), this, options)

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from inference.scheduling.accounts import Ratio, Remembered
+from inference.scheduling.accounts import Ratio
 from inference.scheduling.admission import Offer, Plan, assign, by_width, plan_of
 from inference.scheduling.controller import CONTEXT_STEP, rounds_ahead
-from inference.scheduling.schedule import Arm, Choice, Table, menu, plain_step
+from inference.scheduling.schedule import Arm, Choice, RoundCosts, Table, menu, plain_step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BatchRound:
     def __init__(
         self,
         arms: Sequence[Arm],
-        costs: Remembered,
+        costs: RoundCosts,
         seen: Seen,
         rows: Mapping[int, Situation],
         decided: Mapping[int, Choice],
@@ -125,7 +125,7 @@ class BatchRound:
     def _offer(self, choice: Choice, late: float = 0.0, corrected: bool = False) -> Offer:
         """What a choice comes to, with so many seconds of catching up."""
         seconds, tokens = late, choice.tokens
-        if choice.arm in self._by_row:
+        if choice.arm is not None and choice.arm in self._by_row:
             drafting = self._costs.draft(choice.arm, choice.depth, choice.top_k, self.batch)
             seconds += drafting / self.batch
         if corrected and self._seen.tokens:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inference.scheduling.accounts import Account, Ratio, Remembered
+from inference.scheduling.accounts import Account, Ratio
 from inference.scheduling.schedule import Arm, Choice, RoundCosts, best_choice, menu, plain_step
 from inference.scheduling.survival import NOTHING, Outcome, Prior, SurvivalEstimator
 
@@ -109,7 +109,6 @@ class Controller:
         self._trials = Account(self.settings.trials)
         self._losses = Account(self.settings.losses)
         self._ratios: dict[tuple, tuple[Ratio, Ratio]] = {}
-        self._lookup = Remembered(self.costs)
         self._beyond: dict[str, float] = {}
         self._held: Choice | None = None
         self._last: _Decision | None = None
@@ -219,7 +218,7 @@ class Controller:
                 continue
             estimate = self.estimates[arm.name]
             table = estimate.optimistic() if optimistic else estimate.table()
-            offers = self.offers(arm, table, self._lookup, context, batch, deepest, size)
+            offers = self.offers(arm, table, self.costs, context, batch, deepest, size)
             found += later(offers, spread.get(arm.name, 0.0))
         return found
 

@@ -188,7 +188,7 @@ def auto_decoded(
     name: str, costs: CostTable, priors: Mapping[str, Prior], texts: list[Recorded]
 ) -> tuple[list[Same], list[tuple[int, int, int]], AutoProposer]:
     """What the decoder does with all texts, one after the other."""
-    proposer = Watched(arms(name), costs, priors)
+    proposer = Watched(arms(name), costs, priors, clock=False)
     rounds = [done for text in texts for done in decoded_rounds(proposer, text.answer.prompt)]
     return proposer.chosen, rounds, proposer
 

@@ -260,7 +260,7 @@ def test_what_is_expected_of_rounds_is_added_up() -> None:
         absorb_points={("head", 64): 0.5},
     )
     for prompts in (PROMPTS[:1], [PROMPTS[0]] * 2):
-        proposer = AutoProposer(arms_of(target), costs)
+        proposer = AutoProposer(arms_of(target), costs, clock=False)
         made = speculative_generate(target, proposer, prompts, max_new_tokens=20, engine=engine)
         found, rows = proposer.predicted, len(prompts)
         assert found.tokens == pytest.approx(proposer.expected_tokens)
