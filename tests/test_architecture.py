@@ -49,6 +49,8 @@ PURE = {
     "inference.measuring.pairing",
     "inference.prediction.formulas",
     "inference.prediction.rounds",
+    "inference.scheduling.menus",
+    "inference.scheduling.pace",
     "inference.scheduling.priors",
     "inference.measuring.run_records",
     "inference.scheduling.schedule",

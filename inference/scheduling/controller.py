@@ -16,8 +16,8 @@ keep learning cheap and mistakes small:
 
 What a choice may depend on is the caller's to see to (`inference.scheduling.schedule.may_look`):
 where it may look at no other sequences, each has a controller of its own. A choice depends on
-nothing but counts of earlier rounds and on the cost table, never on the clock, so that a seed gives
-one text.
+nothing but counts of earlier rounds and on the costs. A sequence whose text would depend on the
+choices is given costs that no clock changes, so that a seed gives one text.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference.scheduling.accounts import Account, Ratio
+from inference.scheduling.menus import Menu, Menus, Where
 from inference.scheduling.schedule import Arm, Choice, RoundCosts, best_choice, menu, plain_step
 from inference.scheduling.survival import NOTHING, Outcome, Prior, SurvivalEstimator
 
@@ -110,6 +111,8 @@ class Controller:
         self._losses = Account(self.settings.losses)
         self._ratios: dict[tuple, tuple[Ratio, Ratio]] = {}
         self._beyond: dict[str, float] = {}
+        self._menus = Menus(self.arms, self.costs, self.estimates, self._corrected, self.offers)
+        self._rounds = 0
         self._held: Choice | None = None
         self._last: _Decision | None = None
 
@@ -150,18 +153,18 @@ class Controller:
         rounds = rounds_ahead(self.settings.half_life, depth)
         spread = {arm: seconds / rounds for arm, seconds in late.items()}
         self._beyond = {arm: late[arm] - share for arm, share in spread.items()}
-        where = (context, batch, depth, limits or {}, spread)
-        raw = [plain, *self._menus(False, *where)]
-        best = best_choice(
-            [self._corrected(choice) for choice in raw], self._held, self.settings.margin
-        )
+        where = Where(context, batch, depth, limits or {}, spread, plain.seconds)
+        menus = self._menus.current(where, self._rounds)
+        best = self._best(plain, menus)
         if not self._safe(best, plain):
             best = plain
-        choice, by_what = best, {one.same: one for one in raw}
+        choice = best
         if self._may_try(best, plain):
-            choice = self._trial(best, plain, self._menus(True, *where), by_what)
+            known = {one.same: one for menu in menus for one in menu.raw} | {plain.same: plain}
+            choice = self._trial(best, plain, self._menus.hopes(where), known)
         self._held = best
-        self._last = _Decision(choice, by_what[choice.same], plain, best, context, batch)
+        raw = plain if choice.arm is None else self._menus.raw(choice)
+        self._last = _Decision(choice, raw, plain, best, context, batch)
         return choice
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -172,6 +175,7 @@ class Controller:
         """
         last = self._last
         assert last is not None, "observe() before choose()"
+        self._rounds += 1
         for estimate in self.estimates.values():
             estimate.tick()
         if not outcomes:
@@ -200,27 +204,11 @@ class Controller:
         """
         self.estimates[arm].observe(outcome)
 
-    def _menus(
-        self,
-        optimistic: bool,
-        context: float,
-        batch: float,
-        depth: int | None,
-        limits: Mapping[str, tuple[int, int]],
-        spread: Mapping[str, float],
-    ) -> list[Choice]:
-        """What all arms can do."""
-        found = []
-        for arm in self.arms:
-            deepest, size = limits.get(arm.name, (arm.depth, arm.size))
-            deepest = deepest if depth is None else min(deepest, depth)
-            if deepest < 1 or size < 2:  # text that stands nowhere else
-                continue
-            estimate = self.estimates[arm.name]
-            table = estimate.optimistic() if optimistic else estimate.table()
-            offers = self.offers(arm, table, self.costs, context, batch, deepest, size)
-            found += later(offers, spread.get(arm.name, 0.0))
-        return found
+    def _best(self, plain: Choice, menus: Sequence[Menu]) -> Choice:
+        """The best of all menus, or what was done so far where that is about as good."""
+        offers, held = [plain, *(each.best for each in menus)], self._held
+        again = None if held is None else self._menus.again(held, menus)
+        return best_choice(offers + ([] if again is None else [again]), held, self.settings.margin)
 
     def _is_corrected(self, choice: Choice) -> bool:
         """Chains that are never cut are predicted by what is counted; others are not quite."""
@@ -318,13 +306,6 @@ def rounds_ahead(half_life: float, depth: int | None) -> float:
         depth: tokens that the text has left; None if it is not known to end.
     """
     return half_life if depth is None else min(half_life, depth + 1.0)
-
-
-def later(choices: Sequence[Choice], seconds: float) -> list[Choice]:
-    """The same choices, each taking so much longer."""
-    if not seconds:
-        return list(choices)
-    return [choice._replace(seconds=choice.seconds + seconds) for choice in choices]
 
 
 def controllers(

@@ -5,10 +5,11 @@ machine is warm, or shared, and the host has more to do in a round than a calibr
 rounds really take is known as soon as they are over, so the table is what is expected at first, and
 counts for `KNOWN` rounds afterwards.
 
-* Forwards are corrected by a factor: of single rows, drawn towards 1; of more rows, drawn towards
-  that one; and of just so many rows, drawn towards the second. So single rows are taken to be as
-  fast as the table has them until they have been seen: where that is wrong it is soon found out,
-  while the opposite mistake would never be.
+* Forwards are corrected by a factor: of more than one row, drawn towards that of one, and of just
+  so many rows, drawn towards that of all those. That of one is drawn towards 1, or towards that of
+  more rows if it is less. So plain steps that have not been seen are taken to be as fast as they
+  might be: where that is wrong it is found out, as they are done then; the opposite mistake would
+  stay.
 * Drafting is corrected by a factor of each proposer.
 * The host's part is a sum: of rounds without drafts, of copied ones, and of those of networks.
 
@@ -147,9 +148,8 @@ class PacedCosts:
 
     def _factor(self, width: int) -> float:
         if width not in self._factors:
-            found = self._widths[1].value(1.0)
-            if width > 1:
-                found = self._wide.value(found)
+            more = self._wide.value(self._widths[1].value(1.0))
+            found = self._widths[1].value(min(more, 1.0)) if width == 1 else more
             if width > 1 and width in self._widths:
                 found = self._widths[width].value(found)
             self._factors[width] = found

@@ -251,7 +251,7 @@ class Choice(NamedTuple):
     @property
     def same(self) -> tuple[str | None, int, int, int]:
         """What is done, whatever comes of it."""
-        return self.arm, self.depth, self.top_k, self.size
+        return self[:4]
 
 
 def plain_step(costs: RoundCosts, context: float, batch: float = 1) -> Choice:
@@ -322,7 +322,7 @@ def best_choice(
         margin: relative.
     """
     best = min(choices, key=lambda choice: (-choice.rate, choice.size, choice.depth))
-    if held is not None:
+    if held is not None and held.same != best.same:
         for choice in choices:
             if choice.same == held.same and best.rate <= choice.rate * (1.0 + margin):
                 return choice

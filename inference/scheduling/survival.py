@@ -104,6 +104,7 @@ class SurvivalEstimator:
         long_half_life: of the slow counts, in rounds in which there were drafts.
         strength: rounds that the slow estimate counts for beside the fast one.
         prior_strength: rounds that the depth before counts for, or `PRIOR` at the first.
+        seen: outcomes that were counted.
     """
 
     depths: int
@@ -113,6 +114,7 @@ class SurvivalEstimator:
     long_half_life: float = 1024.0
     strength: float = 4.0
     prior_strength: float = 2.0
+    seen: int = field(default=0, init=False)
     _age: int = field(default=0, init=False, repr=False)
     _unit: float = field(default=1.0, init=False, repr=False)
     _fast: list[list[list[float]]] = field(init=False, repr=False)
@@ -145,6 +147,7 @@ class SurvivalEstimator:
 
     def observe(self, outcome: Outcome) -> None:
         """Count one round of one sequence."""
+        self.seen += 1
         for level, offered in enumerate(outcome.offered[: self.depths]):
             hit = outcome.ranks[level] if level < len(outcome.ranks) else -1
             for rank, count in enumerate(self._fast[level][:offered]):

@@ -95,11 +95,15 @@ def test_what_became_too_dear_is_forgotten_in_time() -> None:
     assert paced.verify(4, 100) == pytest.approx(TABLE.verify(4, 100), rel=0.01)
 
 
-def test_single_rows_are_not_judged_by_others() -> None:
-    paced = PacedCosts(TABLE)
-    for _ in range(30):
-        paced.observe(seconds(4, 3.0))
-    assert paced.verify(1, 100) == TABLE.verify(1, 100)
+def test_single_rows_are_taken_to_be_as_fast_as_they_might_be() -> None:
+    for factor, believed in ((3.0, 1.0), (0.5, 0.55)):
+        paced = PacedCosts(TABLE)
+        for _ in range(40):
+            paced.observe(seconds(4, factor))
+        assert paced.verify(1, 100) == pytest.approx(believed * TABLE.verify(1, 100), rel=0.02)
+        for _ in range(300):
+            paced.observe(seconds(1, factor))
+        assert paced.verify(1, 100) == pytest.approx(factor * TABLE.verify(1, 100), rel=0.03)
 
 
 def test_drafts_that_are_dearer_than_calibrated_are_given_up() -> None:
