@@ -71,3 +71,4 @@ class Remembered:
         self.widest = functools.lru_cache(64)(costs.widest)
         self.absorb = functools.lru_cache(64)(costs.absorb)
         self.widths = functools.lru_cache(64)(costs.widths)
+        self.knows_plain = costs.knows_plain

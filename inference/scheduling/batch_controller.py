@@ -140,7 +140,7 @@ class BatchController:
         plan = best
         least = WORTH_LOOKING * plain.seconds
         if self._trials.affords(least, self._first_trials(this, best), self.passed):
-            plan = self._trial(best, plain, this, options)
+            plan = self._plain_or_trial(best, plain, this, options)
         chosen = {
             row: own[place]
             for row, own, place in zip(rows, options, plan.chosen, strict=False)  # not the decided
@@ -189,6 +189,14 @@ class BatchController:
     def _first_trials(self, this: BatchRound, best: Plan) -> float:
         """Seconds that trials may cost on top of their share."""
         return self.settings.first_trials * this.batch / best.rate
+
+    def _plain_or_trial(self, best: Plan, plain: Plan, this: BatchRound, options: Options) -> Plan:
+        """A round without drafts, where it is not known what they cost; else a trial of drafts."""
+        if best.chosen != plain.chosen and not self.costs.knows_plain():
+            loss = plain.seconds - plain.tokens / best.rate
+            if self._trials.affords(loss, self._first_trials(this, best), self.passed):
+                return plain
+        return self._trial(best, plain, this, options)
 
     def _trial(self, best: Plan, plain: Plan, this: BatchRound, options: Options) -> Plan:
         """What has most to be hoped for what it is expected to cost, if it can be paid; else the

@@ -161,7 +161,10 @@ class Controller:
         choice = best
         if self._may_try(best, plain):
             known = {one.same: one for menu in menus for one in menu.raw} | {plain.same: plain}
-            choice = self._trial(best, plain, self._menus.hopes(where), known)
+            if self._plain_is_tried(best, plain):
+                choice = plain
+            else:
+                choice = self._trial(best, plain, self._menus.hopes(where), known)
         self._held = best
         raw = plain if choice.arm is None else self._menus.raw(choice)
         self._last = _Decision(choice, raw, plain, best, context, batch)
@@ -237,6 +240,15 @@ class Controller:
         """Whether there is anything to spend on trials, before it is looked for one."""
         allowance = self.settings.first_trials / best.rate
         return self._trials.affords(0.0, allowance, self.passed)
+
+    def _plain_is_tried(self, best: Choice, plain: Choice) -> bool:
+        """Whether a plain step is done to find out what it costs."""
+        if best.arm is None or self.costs.knows_plain():
+            return False
+        allowance = self.settings.first_trials / best.rate
+        return self._trials.affords(
+            plain.seconds - plain.tokens / best.rate, allowance, self.passed
+        )
 
     def _trial(
         self, best: Choice, plain: Choice, hoped: Sequence[Choice], raw: Mapping[tuple, Choice]

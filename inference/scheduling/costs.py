@@ -243,6 +243,10 @@ class CostTable:
         known = self.buckets or sorted({width for width, _, _ in self.verify_points})
         return [width for width in known if width <= self.widest(batch)]
 
+    def knows_plain(self) -> bool:
+        """They were measured."""
+        return True
+
     def lines(self) -> list[str]:
         """A table to print: milliseconds by context and width, for each batch."""
         found = [f"costs on {self.key.cpu}, {self.key.device}, {self.key.threads} threads, "]

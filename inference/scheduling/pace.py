@@ -31,8 +31,12 @@ from inference.scheduling.schedule import RoundCosts
 
 KNOWN = 4.0
 """Rounds that what is expected counts for beside those that were measured."""
-FADING = 0.995
-"""Of the weight of a measured round, with each that follows: about two hundred are remembered."""
+TABLE = 0.25
+"""The same for plain steps, which everything is compared with: a few of them settle it."""
+PLAIN = 3.0
+"""Plain steps that should have been watched, older ones counting less."""
+FADING = 0.998
+"""Of the weight of a measured round, with each that follows: about five hundred are remembered."""
 MOST = 4.0
 """A round that takes so much longer than expected compiles something or is paused, unless the one
 before it did too."""
@@ -84,9 +88,9 @@ class Mean:
         self.weight *= FADING
         self.total *= FADING
 
-    def value(self, expected: float) -> float:
-        """The mean, in which what is expected counts for `KNOWN` numbers."""
-        return (KNOWN * expected + self.total) / (KNOWN + self.weight)
+    def value(self, expected: float, known: float = KNOWN) -> float:
+        """The mean, in which what is expected counts for so many numbers."""
+        return (known * expected + self.total) / (known + self.weight)
 
 
 class PacedCosts:
@@ -137,6 +141,12 @@ class PacedCosts:
         """Sizes of trees that are worth trying."""
         return self.table.widths(batch)
 
+    def knows_plain(self) -> bool:
+        """Whether enough plain steps were done to tell what they cost: everything is compared with
+        them, and only where they are done now and then it is known how fast they are here.
+        """
+        return self._widths[1].weight >= PLAIN
+
     def plain(self, context: float, batch: float = 1) -> float:
         """Seconds of a round of somebody who does not decide anything.
 
@@ -148,8 +158,8 @@ class PacedCosts:
 
     def _factor(self, width: int) -> float:
         if width not in self._factors:
-            more = self._wide.value(self._widths[1].value(1.0))
-            found = self._widths[1].value(min(more, 1.0)) if width == 1 else more
+            more = self._wide.value(self._widths[1].value(1.0, TABLE))
+            found = self._widths[1].value(min(more, 1.0), TABLE) if width == 1 else more
             if width > 1 and width in self._widths:
                 found = self._widths[width].value(found)
             self._factors[width] = found
@@ -159,7 +169,7 @@ class PacedCosts:
         """Seconds per sequence: of the host more than in the table, of copies more than that, and
         of networks more than that.
         """
-        plain = self._plain.value(0.0)
+        plain = self._plain.value(0.0, TABLE)
         copied = max(self._copied.value(plain) - plain, 0.0)
         drafted = max(self._drafted.value(plain + copied) - plain - copied, 0.0)
         return plain, copied, drafted

@@ -55,6 +55,10 @@ class RoundCosts(Protocol):
         """Sizes of trees that are worth trying."""
         ...
 
+    def knows_plain(self) -> bool:
+        """Whether what plain steps cost need not be found out by doing some."""
+        ...
+
 
 # What may be looked at ----------------------------------------------------------------------------
 

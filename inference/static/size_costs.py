@@ -129,6 +129,10 @@ class RoundTable:
         """Of all forms."""
         return sorted({size for _, _, size in self.forms})
 
+    def knows_plain(self) -> bool:
+        """They were measured."""
+        return True
+
     def lines(self) -> list[str]:
         """A table to print: milliseconds by form and context, for each batch."""
         places = sorted({(batch, context) for _, context, batch in self.points})

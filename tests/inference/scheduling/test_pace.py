@@ -25,7 +25,7 @@ def test_a_mean_is_drawn_towards_what_is_expected_and_forgets() -> None:
     assert mean.value(3.0) == 3.0
     mean.add(5.0)
     assert mean.value(3.0) == pytest.approx((KNOWN * 3.0 + 5.0) / (KNOWN + 1.0))
-    for _ in range(6000):
+    for _ in range(9000):
         mean.fade()
         mean.add(7.0)
     assert mean.weight == pytest.approx(1.0 / (1.0 - FADING))
@@ -90,7 +90,7 @@ def test_what_became_too_dear_is_forgotten_in_time() -> None:
     for _ in range(30):
         paced.observe(seconds(4, 3.0))
     assert paced.verify(4, 100) > 2.5 * TABLE.verify(4, 100)
-    for _ in range(3000):
+    for _ in range(6000):
         paced.observe(seconds(1, 1.0))
     assert paced.verify(4, 100) == pytest.approx(TABLE.verify(4, 100), rel=0.01)
 
@@ -123,7 +123,7 @@ def test_drafts_that_are_dearer_than_calibrated_are_given_up() -> None:
         factor = 1.0 if choice.size == 1 else choice.size / TABLE.verify(choice.size, 100)
         paced.observe(seconds(choice.size, factor))
         deciding.observe([Outcome([0] * accepted, offered, accepted + 1, choice.size)])
-    assert max(chosen[:3]) > 1 and chosen[200:].count(1) > 180
+    assert max(chosen[:20]) > 1 and chosen[200:].count(1) > 180
 
 
 def test_the_watch_reads_rounds_off_the_phases() -> None:
@@ -152,3 +152,49 @@ def test_the_watch_reads_rounds_off_the_phases() -> None:
     watch.start(PhaseTimer())  # the text has ended: nobody knows what its last round took
     watch.over()
     assert len(told) == 2
+
+
+class Unwatched(PacedCosts):
+    """Its plain steps are twice as fast as the table has them, and four rows are not."""
+
+    def told(self, width: int) -> None:
+        self.observe(seconds(width, 0.5 if width == 1 else 1.0))
+
+
+def test_plain_steps_are_tried_now_and_then() -> None:
+    """By the table drafts pay. Who never does a plain step never learns that they do not."""
+    arm, prior = Arm("copy", 3, copies=True), {"copy": Prior.measured([[0.6]] * 3)}
+    chosen: dict[bool, list[int]] = {}
+    for watched in (True, False):
+        paced, source = Unwatched(TABLE), random.Random(1)
+        deciding = Controller([arm], paced if watched else TABLE, prior)
+        chosen[watched] = []
+        for _ in range(400):
+            choice = deciding.choose(100)
+            chosen[watched].append(choice.size)
+            accepted = 0
+            while accepted < choice.depth and source.random() < 0.6:
+                accepted += 1
+            offered = [1] * min(choice.depth, accepted + 1)
+            paced.told(choice.size)
+            deciding.observe([Outcome([0] * accepted, offered, accepted + 1, choice.size)])
+    assert chosen[False].count(1) == 0 < chosen[True][:20].count(1)
+    assert chosen[True][200:].count(1) > 180
+
+
+def test_what_trials_of_plain_steps_cost_is_bounded() -> None:
+    """Drafts are always right, so plain steps cost most of a round."""
+    paced = PacedCosts(TABLE)
+    arm = Arm("copy", 7, copies=True)
+    deciding = Controller([arm], paced, {"copy": Prior.measured([[0.95]] * 7)})
+    plain = 0
+    for number in range(2000):
+        choice = deciding.choose(100)
+        plain += choice.size == 1
+        paced.observe(seconds(choice.size, 1.0))
+        deciding.observe(
+            [Outcome([0] * choice.depth, [1] * choice.depth, choice.depth + 1, choice.size)]
+        )
+        if number == 100:
+            assert 0 < plain <= 6
+    assert plain <= 6 + 0.01 * 2 * 1900

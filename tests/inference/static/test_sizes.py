@@ -281,6 +281,9 @@ class StepCosts:
     def rest(self, batch: float = 1) -> float:
         return 0.0
 
+    def knows_plain(self) -> bool:
+        return True
+
     def widest(self, batch: float = 1) -> int:
         return 128
 
