@@ -39,7 +39,7 @@ FADING = 0.998
 """Of the weight of a measured round, with each that follows: about five hundred are remembered."""
 MOST = 4.0
 """A round that takes so much longer than expected compiles something or is paused, unless the one
-before it did too."""
+of as many rows before it did too."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PacedCosts:
         self._drafts: dict[str, Mean] = {}
         self._plain, self._copied, self._drafted = Mean(), Mean(), Mean()  # more than in the table
         self._factors: dict[int, float] = {}
-        self._paused = False
+        self._paused: set[int] = set()
 
     # What a round costs ---------------------------------------------------------------------------
 
@@ -181,10 +181,10 @@ class PacedCosts:
         forward = self.table.verify(took.width, took.context, took.batch)
         expected = self._factor(took.width) * forward + self.table.rest(took.batch)
         paused = took.forward + took.host > MOST * expected
-        if paused and not self._paused:
-            self._paused = True
+        if paused and took.width not in self._paused:
+            self._paused.add(took.width)
             return
-        self._paused = paused
+        self._paused.discard(took.width)
         host = self._plain if took.width == 1 else self._copied
         host = self._drafted if took.networks else host
         for mean in (*self._all(), host):

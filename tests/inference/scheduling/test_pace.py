@@ -77,7 +77,9 @@ def test_sequences_of_a_batch_share_the_host() -> None:
 
 def test_a_round_that_was_paused_tells_nothing_unless_all_are() -> None:
     paced = PacedCosts(TABLE)
-    for factor in (1000.0, 1.0, 1.0):
+    for width in (1, 4, 8):  # each is compiled at its first round
+        paced.observe(seconds(width, 1000.0, host=1000.0))
+    for factor in (1.0, 1000.0, 1.0):
         paced.observe(seconds(4, factor, host=factor))
     assert paced.verify(4, 100) + paced.rest() < 1.5 * TABLE.verify(4, 100)
     for _ in range(30):
