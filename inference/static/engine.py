@@ -31,6 +31,7 @@ from drafters import Drafter, TargetModel, TargetOutput
 from inference.attention import narrow, row_mask
 from inference.cache import BLOCK
 from inference.engine import EagerEngine, Engine
+from inference.freed_memory import keep_freed
 from inference.static.attention import NAME, TreeRows, as_bias
 from inference.static.cache import PassingCache, StaticCache, kv_shape
 from inference.static.compiling import CompiledKinds
@@ -95,6 +96,7 @@ class StaticEngine(Engine):
             raise ValueError(f"pack: {reason}")
         self._packed: PackedLinears | None = None
         if pack or (pack is None and reason is None):
+            keep_freed()
             self._packed = self._pack([target.model])
         self.least_rows = 1
         self._beside: list[Engine] = []
