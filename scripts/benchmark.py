@@ -6,7 +6,8 @@
 
 KINDS
 Each contender is a process of its own; they take turns batch by batch and one computes at a time,
-so the machine should be otherwise idle and --threads no more than its cores. Loading, compiling and
+so the machine should be otherwise idle and --threads no more than its cores. With --together ours
+share a process for each engine. Loading, compiling and
 a first call are not counted but reported. --batch-sizes and --contexts make a grid: a context pads
 prompts with the text of others before them, or cuts their beginning; batches of one category come
 first, then mixed ones.
@@ -155,6 +156,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="GAP",
         help="in logits, that rounding explains; 16-bit weights need more (default: %(default)s)",
     )
+    add(
+        "--together",
+        action="store_true",
+        help="ours of one engine share a process: the same weights in the same memory, which two "
+        "processes do not have (default: a process each)",
+    )
     add("--costs", type=Path, metavar="FILE", help="measured seconds, to predict speeds from")
     add("--flashspec-python", metavar="PATH", help="interpreter that has the package flashspec")
     add(
@@ -190,6 +197,9 @@ def chosen(args: argparse.Namespace) -> list[Contender]:
     flash = any(one.kind == "flashspec" for one in found)
     if flash != (args.flashspec_python is not None):
         raise ValueError("flashspec and --flashspec-python are needed together")
+    engines = [one.settings.get("engine") for one in found if one.kind == "ours"]
+    if args.together and len(set(engines)) == len(engines):
+        raise ValueError("--together has no effect: no two of ours have the same engine")
     return found
 
 

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.5
@@ -66,6 +66,7 @@ class Answer:
     expected: list[float] | None = None
 
 
+@runtime_checkable
 class Handler(Protocol):
     """What a worker is, once it is built."""
 
@@ -74,6 +75,17 @@ class Handler(Protocol):
 
     def decode(self, prompts: list[list[int]], new_tokens: int) -> Answer:
         """Decode one batch."""
+
+
+@runtime_checkable
+class Crew(Protocol):
+    """Several handlers in one process."""
+
+    def join(self, who: str, contender: dict[str, Any]) -> None:
+        """One more."""
+
+    def member(self, who: str) -> Handler:
+        """One of them."""
 
 
 # The parent's side ------------------------------------------------------------------------------
@@ -101,6 +113,8 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = b""
         self._closed = False
+        self.started = False
+        """Whether it has loaded its models, or has tried to."""
         self.threads: int | None = None
         """That it computes with, once it has started."""
         self._process = subprocess.Popen(
@@ -118,7 +132,7 @@ class Worker:
         Raises:
             WorkerError: it cannot.
         """
-        start = time.perf_counter()
+        start, self.started = time.perf_counter(), True
         try:
             self.threads = self.ask(self._settings, timeout).get("threads")
         except RefusalError as error:
@@ -126,9 +140,21 @@ class Worker:
         return time.perf_counter() - start
 
     def warm_up(
-        self, prompts: list[list[int]], longest: int, new_tokens: int, timeout: float
+        self,
+        prompts: list[list[int]],
+        longest: int,
+        new_tokens: int,
+        timeout: float,
+        who: str | None = None,
     ) -> float:
         """Let it compile and run what such prompts need; seconds that it took.
+
+        Args:
+            prompts: of a batch.
+            longest: of all that will come.
+            new_tokens: to decode.
+            timeout: seconds to wait.
+            who: of several that share the process.
 
         Raises:
             RefusalError: it cannot do this.
@@ -136,18 +162,26 @@ class Worker:
         """
         start = time.perf_counter()
         request = {"prompts": prompts, "longest": longest, "new_tokens": new_tokens}
-        self.ask({"do": "warm_up", **request}, timeout)
+        self.ask({"do": "warm_up", "who": who, **request}, timeout)
         return time.perf_counter() - start
 
-    def decode(self, prompts: list[list[int]], new_tokens: int, timeout: float) -> Answer:
+    def decode(
+        self, prompts: list[list[int]], new_tokens: int, timeout: float, who: str | None = None
+    ) -> Answer:
         """Let it decode one batch.
+
+        Args:
+            prompts: of the batch.
+            new_tokens: to decode.
+            timeout: seconds to wait.
+            who: of several that share the process.
 
         Raises:
             RefusalError: it cannot do this.
             WorkerError: it cannot do anything any more, or what it says cannot be.
         """
         start = time.perf_counter()
-        request = {"do": "decode", "prompts": prompts, "new_tokens": new_tokens}
+        request = {"do": "decode", "who": who, "prompts": prompts, "new_tokens": new_tokens}
         said = self.ask(request, timeout)
         wall = time.perf_counter() - start
         try:
@@ -164,6 +198,8 @@ class Worker:
             WorkerError: it is dead, or silent, or speaks something else.
         """
         assert self._process.stdin is not None
+        if self._closed:
+            raise WorkerError("the process that it shares has ended")
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -225,6 +261,62 @@ class Worker:
                 pipe.close()
 
 
+class Seat:
+    """One of several contenders that share a process, and with it the target and the engine.
+
+    Args:
+        name: of the contender.
+        worker: the process, which several seats have.
+        contender: what it is, as the process is told.
+        taken: names of the seats that are in use; the last one ends the process.
+    """
+
+    def __init__(
+        self, name: str, worker: Worker, contender: dict[str, Any], taken: set[str]
+    ) -> None:
+        self.name, self._worker, self._contender, self._taken = name, worker, contender, taken
+        taken.add(name)
+
+    @property
+    def threads(self) -> int | None:
+        """That the process computes with."""
+        return self._worker.threads
+
+    def start(self, timeout: float) -> float:
+        """Let the process load the target, if it has not, and what this contender needs beside it;
+        seconds that it took.
+
+        Raises:
+            WorkerError: it cannot.
+        """
+        start = time.perf_counter()
+        if not self._worker.started:
+            self._worker.start(timeout)
+        try:
+            self._worker.ask(
+                {"do": "join", "who": self.name, "contender": self._contender}, timeout
+            )
+        except RefusalError as error:
+            raise WorkerError(str(error)) from error
+        return time.perf_counter() - start
+
+    def warm_up(
+        self, prompts: list[list[int]], longest: int, new_tokens: int, timeout: float
+    ) -> float:
+        """See `Worker.warm_up`."""
+        return self._worker.warm_up(prompts, longest, new_tokens, timeout, self.name)
+
+    def decode(self, prompts: list[list[int]], new_tokens: int, timeout: float) -> Answer:
+        """See `Worker.decode`."""
+        return self._worker.decode(prompts, new_tokens, timeout, self.name)
+
+    def close(self) -> None:
+        """Leave; the last one ends the process."""
+        self._taken.discard(self.name)
+        if not self._taken:
+            self._worker.close()
+
+
 def quiet_environment() -> dict[str, str]:
     """Ours, but for settings that let the threads of a waiting process keep a core busy."""
     kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
@@ -268,7 +360,7 @@ def checked_answer(said: dict[str, Any], prompts: int, new_tokens: int, wall: fl
 class Builder(Protocol):
     """Makes a handler from the first line."""
 
-    def __call__(self, settings: dict[str, Any]) -> Handler:
+    def __call__(self, settings: dict[str, Any]) -> Handler | Crew:
         """Load what it needs."""
 
 
@@ -282,7 +374,7 @@ def serve(build: Builder, threads: Callable[[], int]) -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    handler: Handler | None = None
+    handler: Handler | Crew | None = None
     answer: dict[str, Any]
     for line in sys.stdin:
         request = json.loads(line)
@@ -298,8 +390,15 @@ def serve(build: Builder, threads: Callable[[], int]) -> None:
         print(json.dumps(answer), file=channel, flush=True)
 
 
-def respond(handler: Handler, request: dict[str, Any]) -> dict[str, Any]:
+def respond(handler: Handler | Crew, request: dict[str, Any]) -> dict[str, Any]:
     """Do what a line asks for."""
+    if request.get("who") is not None:  # of several that share this process
+        assert isinstance(handler, Crew), "one contender alone has no names"
+        if request["do"] == "join":
+            handler.join(request["who"], request["contender"])
+            return {"ready": True}
+        handler = handler.member(request["who"])
+    assert isinstance(handler, Handler), "a crew is asked by name"
     prompts, new_tokens = request["prompts"], request["new_tokens"]
     if request["do"] == "warm_up":
         handler.warm_up(prompts, request["longest"], new_tokens)

@@ -19,7 +19,14 @@ from tqdm.auto import tqdm
 from drafters import TargetModel
 from inference.measuring.evaluation import Prompt
 from scripts.benchmark_contenders import Contender
-from scripts.benchmark_protocol import Answer, RefusalError, Worker, WorkerError, quiet_environment
+from scripts.benchmark_protocol import (
+    Answer,
+    RefusalError,
+    Seat,
+    Worker,
+    WorkerError,
+    quiet_environment,
+)
 from scripts.common import fitting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,7 +181,7 @@ class Field:
         threads: that each computes with.
     """
 
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, Worker | Seat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
     threads: dict[str, int | None] = field(default_factory=dict)
@@ -203,8 +210,9 @@ def started(
     """
     found = Field()
     with ExitStack() as stack:
+        shared: dict[str | None, Together] = {}
         for contender in tqdm(contenders, desc="loading", disable=None, leave=False):
-            worker = make_worker(contender, args, target)
+            worker = make_worker(contender, args, target, shared)
             stack.callback(worker.close)
             found.workers[contender.name] = worker
             try:
@@ -216,8 +224,24 @@ def started(
         yield found
 
 
-def make_worker(contender: Contender, args: argparse.Namespace, target: TargetModel) -> Worker:
-    """The process of a contender."""
+Together = tuple[Worker, set[str]]
+"""A process that several of ours share, and who does."""
+
+
+def make_worker(
+    contender: Contender,
+    args: argparse.Namespace,
+    target: TargetModel,
+    shared: dict[str | None, Together] | None = None,
+) -> Worker | Seat:
+    """The process of a contender, or its place in one.
+
+    Args:
+        contender: who takes part.
+        args: the command line of `scripts.benchmark`.
+        target: for its end-of-text tokens.
+        shared: with `--together`, the processes so far, by engine.
+    """
     model = {name: getattr(args, name) for name in ("target", "dtype", "device", "threads")}
     template = args.chat_template
     settings = {
@@ -232,6 +256,13 @@ def make_worker(contender: Contender, args: argparse.Namespace, target: TargetMo
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", "scripts.benchmark_workers"]
+    if args.together and contender.kind == "ours" and shared is not None:
+        engine = contender.settings.get("engine")
+        if engine not in shared:
+            common = {"model": settings["model"], "together": engine}
+            shared[engine] = (Worker(f"ours ({engine})", command, common, environment), set())
+        worker, taken = shared[engine]
+        return Seat(contender.name, worker, contender.to_dict(), taken)
     return Worker(contender.name, command, settings, environment)
 
 

@@ -1,8 +1,11 @@
-"""A contender of `scripts.benchmark` in a process of its own, on top of this project's packages.
+"""A contender of `scripts.benchmark` in a process of its own, or several of ours in one, on top of
+this project's packages.
 
 The first line of standard input says which one it is and how the target is loaded; see
 `scripts.benchmark_protocol` for the others.
 """
+
+from __future__ import annotations
 
 import argparse
 import time
@@ -34,19 +37,23 @@ PLAIN_ROUND = 2
 """Tokens of a text whose only round has no drafts: the first is the prefill's."""
 
 
-def build(settings: dict[str, Any]) -> Handler:
+def build(settings: dict[str, Any]) -> Handler | OursTogether:
     """Load the target, and what the contender needs beside it.
 
     Args:
         settings: "contender" as `Contender.to_dict`, "name" of it, and the model options of
-            `scripts.common`.
+            `scripts.common`. With "together", the name of an engine, there is no contender yet.
     """
-    found = Contender(settings["name"], **settings["contender"])
     args = argparse.Namespace(**settings["model"])
     template = settings["model"]["chat_template"]
     target = load_target(args, None if template is None else Path(template))
+    if "together" in settings:
+        engine = opened(target, settings["together"], choose_threads=args.threads is None)
+        return OursTogether(target, engine, args.target)
+    found = Contender(settings["name"], **settings["contender"])
     if found.kind == "ours":
-        return Ours(target, found, args.target, choose_threads=args.threads is None)
+        engine = opened(target, found.settings.get("engine"), choose_threads=args.threads is None)
+        return Ours(target, found, args.target, engine)
     return build_theirs(target, found, args.target)
 
 
@@ -57,18 +64,13 @@ class Ours:
         target: the model.
         found: which drafts.
         name: folder or hub id of the target.
-        choose_threads: measure how many are fastest, where the engine is one that does.
+        engine: that decodes; None decodes by the target itself.
     """
 
     def __init__(
-        self, target: TargetModel, found: Contender, name: str, choose_threads: bool = False
+        self, target: TargetModel, found: Contender, name: str, engine: Engine | None
     ) -> None:
-        self.target, self.found = target, found
-        engine = found.settings.get("engine")
-        if engine in HOST_ENGINES and choose_threads:
-            self._engine = open_engine(argparse.Namespace(engine=engine, threads=None), target)
-        else:
-            self._engine = None if engine is None else build_engine(target, engine)
+        self.target, self.found, self._engine = target, found, engine
         self._make = proposer_maker(target, found, name, self._engine)
         self._proposer: Proposer | None = None
 
@@ -102,7 +104,7 @@ class Ours:
             *count.told,
         )
 
-    def _generate(self, prompts: list[list[int]], new_tokens: int, count: "Rounds") -> Generation:
+    def _generate(self, prompts: list[list[int]], new_tokens: int, count: Rounds) -> Generation:
         if self._proposer is None:
             return plain_generate(
                 self.target, prompts, max_new_tokens=new_tokens, engine=self._engine
@@ -120,6 +122,51 @@ class Ours:
     def _drain(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
+
+
+class OursTogether:
+    """Several decoders of this project that share the target and an engine.
+
+    Args:
+        target: the model.
+        engine: that decodes; None decodes by the target itself.
+        name: folder or hub id of the target.
+    """
+
+    def __init__(self, target: TargetModel, engine: Engine | None, name: str) -> None:
+        self.target, self.engine, self.name = target, engine, name
+        self._members: dict[str, Ours] = {}
+
+    def join(self, who: str, contender: dict[str, Any]) -> None:
+        """One more.
+
+        Args:
+            who: its name.
+            contender: as `Contender.to_dict`.
+        """
+        found = Contender(who, **contender)
+        self._members[who] = Ours(self.target, found, self.name, self.engine)
+
+    def member(self, who: str) -> Ours:
+        """One of them.
+
+        Args:
+            who: its name.
+        """
+        return self._members[who]
+
+
+def opened(target: TargetModel, engine: str | None, choose_threads: bool) -> Engine | None:
+    """An engine by name; None for the target itself.
+
+    Args:
+        target: the model.
+        engine: its name.
+        choose_threads: measure how many are fastest, where the engine is one that does.
+    """
+    if engine in HOST_ENGINES and choose_threads:
+        return open_engine(argparse.Namespace(engine=engine, threads=None), target)
+    return None if engine is None else build_engine(target, engine)
 
 
 class Rounds:

@@ -50,6 +50,8 @@ def test_the_first_contender_is_the_baseline() -> None:
         (["--contenders", "plain", "--engine", "packed"], "--engine has no effect"),
         (["--contenders", "plain", "ours:engine=x"], "engine is one of eager, packed"),
         (["--contenders", "plain", "--sizes", "4"], "--sizes has no effect"),
+        (["--contenders", "plain", "ours", "--together"], "--together has no effect"),
+        (["--contenders", "ours", "ours:engine=packed", "--together"], "--together has no effect"),
     ],
 )
 def test_options_without_a_meaning_are_refused(words: list[str], message: str) -> None:
@@ -111,6 +113,23 @@ def test_one_that_cannot_start_does_not_cost_the_others(
     [ours] = cell["contenders"]
     assert (ours["name"], cell["reference"], ours["identical"]) == ("ours", "ours", 2)
     assert "ratio" not in ours
+
+
+@pytest.mark.slow
+def test_ours_in_one_process(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They give what they give apart; one that cannot start does not cost those beside it."""
+    names = ["ours", "ours:ngram:chain:3", "ours:as-early-exit:first=9:length=2"]
+    texts = []
+    for more in ([], ["--together"]):
+        assert main([*command, "--contenders", *names, "--engine", "packed", *more]) == 1
+        found = result(capsys)
+        assert list(found["failed"]) == [f"{names[2]}:engine=packed"] or len(found["failed"]) == 1
+        assert "first must be below the target's 6 layers" in next(iter(found["failed"].values()))
+        [cell] = found["results"]
+        plain, copies = cell["contenders"]
+        assert plain["identical"] == copies["identical"] == 3
+        texts.append(copies["acceptance_length"])
+    assert texts[0] == texts[1] > 1.0
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from scripts.benchmark_protocol import (
     Answer,
     RefusalError,
+    Seat,
     Worker,
     WorkerError,
     checked_answer,
@@ -252,3 +253,50 @@ def test_a_worker_ends_when_its_parent_is_gone() -> None:
     )
     process.communicate(b"{}\n", timeout=20)
     assert process.returncode == 0
+
+
+CREW = HONEST.replace(
+    "serve(Echo, lambda: 3)",
+    """
+class Several:
+    def __init__(self, settings):
+        self.members = {}
+
+    def join(self, who, contender):
+        self.members[who] = Echo(contender)
+
+    def member(self, who):
+        return self.members[who]
+
+serve(Several, lambda: 3)
+""",
+)
+
+
+def test_several_share_a_process_and_the_last_one_ends_it(make) -> None:
+    worker, taken = make(CREW), set()
+    seats = [Seat(name, worker, {"broken": name == "b"}, taken) for name in "abc"]
+    assert seats[0].start(30) > 0 and seats[0].threads == 3
+    with pytest.raises(WorkerError, match="no such head"):
+        seats[1].start(30)
+    seats[1].close()
+    seats[2].start(30)
+    for seat in (seats[0], seats[2]):
+        assert seat.warm_up([[1]], 1, 2, 30) > 0
+        assert seat.decode([[4, 5, 6]], 2, 30).tokens == [[4, 5]]
+    seats[0].close()
+    assert seats[2].decode([[7]], 2, 30).tokens == [[7]]
+    seats[2].close()
+    with pytest.raises(WorkerError, match="has ended"):
+        seats[2].decode([[7]], 2, 30)
+
+
+def test_who_shares_a_process_shares_its_death(make) -> None:
+    worker, taken = make(CREW), set()
+    seats = [Seat(name, worker, {}, taken) for name in "ab"]
+    for seat in seats:
+        seat.start(30)
+    with pytest.raises(WorkerError, match="out of memory"):
+        seats[0].decode([[666]], 2, 30)
+    with pytest.raises(WorkerError, match="has ended"):
+        seats[1].decode([[7]], 2, 30)

@@ -13,7 +13,7 @@ from inference.proposers.suffix import SuffixProposer
 from scripts.benchmark_contenders import parse_contender
 from scripts.benchmark_protocol import Answer, Handler, respond
 from scripts.benchmark_transformers import Compiled, Generate, cut, padded
-from scripts.benchmark_workers import Ours, build, parts_of, proposer_maker
+from scripts.benchmark_workers import Ours, build, opened, parts_of, proposer_maker
 from tests.scripts.heads import save_models
 from tests.tiny import tiny_target
 
@@ -217,7 +217,9 @@ def test_the_engine_reaches_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("scripts.benchmark_workers.plain_generate", noted)
     for text in ("ours", "ours:ngram", "ours:engine=eager", "ours:ngram:engine=packed"):
         with pytest.raises(InterruptedError):
-            Ours(tiny_target(), parse_contender(text), "").warm_up([[5]], 1, 2)
+            found, target = parse_contender(text), tiny_target()
+            engine = opened(target, found.settings.get("engine"), choose_threads=False)
+            Ours(target, found, "", engine).warm_up([[5]], 1, 2)
     assert seen == [None, None, "eager", "packed"]
 
 
