@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.5
@@ -66,7 +67,6 @@ class Answer:
     expected: list[float] | None = None
 
 
-@runtime_checkable
 class Handler(Protocol):
     """What a worker is, once it is built."""
 
@@ -77,15 +77,25 @@ class Handler(Protocol):
         """Decode one batch."""
 
 
-@runtime_checkable
-class Crew(Protocol):
+class Crew(ABC):
     """Several handlers in one process."""
 
+    @abstractmethod
     def join(self, who: str, contender: dict[str, Any]) -> None:
-        """One more."""
+        """One more.
 
+        Args:
+            who: its name.
+            contender: what it is.
+        """
+
+    @abstractmethod
     def member(self, who: str) -> Handler:
-        """One of them."""
+        """One of them.
+
+        Args:
+            who: its name.
+        """
 
 
 # The parent's side ------------------------------------------------------------------------------
@@ -114,7 +124,8 @@ class Worker:
         self._read = b""
         self._closed = False
         self.started = False
-        """Whether it has loaded its models, or has tried to."""
+        self.broken: str | None = None
+        """Whether it has loaded its models or tried to, and why it could not."""
         self.threads: int | None = None
         """That it computes with, once it has started."""
         self._process = subprocess.Popen(
@@ -136,6 +147,7 @@ class Worker:
         try:
             self.threads = self.ask(self._settings, timeout).get("threads")
         except RefusalError as error:
+            self.broken = str(error)
             raise WorkerError(str(error)) from error
         return time.perf_counter() - start
 
@@ -199,7 +211,7 @@ class Worker:
         """
         assert self._process.stdin is not None
         if self._closed:
-            raise WorkerError("the process that it shares has ended")
+            raise WorkerError("its process has ended")
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -292,6 +304,8 @@ class Seat:
         start = time.perf_counter()
         if not self._worker.started:
             self._worker.start(timeout)
+        if self._worker.broken is not None:
+            raise WorkerError(self._worker.broken)
         try:
             self._worker.ask(
                 {"do": "join", "who": self.name, "contender": self._contender}, timeout
@@ -398,7 +412,7 @@ def respond(handler: Handler | Crew, request: dict[str, Any]) -> dict[str, Any]:
             handler.join(request["who"], request["contender"])
             return {"ready": True}
         handler = handler.member(request["who"])
-    assert isinstance(handler, Handler), "a crew is asked by name"
+    assert not isinstance(handler, Crew), "a crew is asked by name"
     prompts, new_tokens = request["prompts"], request["new_tokens"]
     if request["do"] == "warm_up":
         handler.warm_up(prompts, request["longest"], new_tokens)

@@ -26,7 +26,7 @@ from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.scheduling.auto import AutoProposer, Predicted
 from scripts.benchmark_contenders import AS, LENGTH, MATCH, Contender, drafting_arguments
-from scripts.benchmark_protocol import Answer, Handler, serve
+from scripts.benchmark_protocol import Answer, Crew, Handler, serve
 from scripts.benchmark_transformers import build_theirs, check_layers, load_draft
 from scripts.common import load_target, open_engine
 from scripts.drafting import add_drafting_options, load_proposer
@@ -124,7 +124,7 @@ class Ours:
             torch.cuda.synchronize(self.target.device)
 
 
-class OursTogether:
+class OursTogether(Crew):
     """Several decoders of this project that share the target and an engine.
 
     Args:

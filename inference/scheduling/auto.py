@@ -38,7 +38,7 @@ from inference.scheduling.costs import (
 from inference.scheduling.pace import PacedCosts
 from inference.scheduling.priors import Memory
 from inference.scheduling.round_parts import ABSORBED, WIDTHS, Calibration
-from inference.scheduling.schedule import Arm
+from inference.scheduling.schedule import Arm, RoundCosts
 from inference.scheduling.survival import Prior
 from inference.scheduling.watch import RoundBegun, Watch
 from inference.tree import TokenTree
@@ -219,6 +219,10 @@ def missing(table: CostTable, grid: CostGrid) -> bool:
     return not (known and as_run == grid.buckets and absorbing >= set(drafting_arms(grid)))
 
 
+SOON = 8
+"""Positions more than a round has that are taken in for about what the cost table says."""
+
+
 class AutoProposer(AdaptiveProposer):
     """Lets a cost table and the acceptance so far decide how much to draft, and with what.
 
@@ -240,15 +244,16 @@ class AutoProposer(AdaptiveProposer):
         clock: bool = True,
     ) -> None:
         confident = [name for name, arm in arms.items() if _is_confident(arm)]
-        self.paced = PacedCosts(costs)
+        self.paced, table = PacedCosts(costs), Remembered(costs)
+        known: RoundCosts = self.paced if clock else table
         super().__init__(
             arms,
-            controllers(self.paced, priors, cut_arms=confident),
+            controllers(known, priors, cut_arms=confident),
             costs,
             confident,
-            batch_controllers(self.paced, priors, cut_arms=confident),
-            controllers(Remembered(costs), priors, cut_arms=confident),
-            self.paced,
+            batch_controllers(known, priors, cut_arms=confident),
+            controllers(table, priors, cut_arms=confident),
+            known,
         )
         self.costs, self.priors, self.memory = costs, dict(priors or {}), memory
         self._watch = Watch(self.paced) if clock else None
@@ -278,7 +283,7 @@ class AutoProposer(AdaptiveProposer):
 
     def _priced(self, batch: int) -> dict[str, float]:
         """By the arm whose network drafted in this round what that takes by the cost table; nothing
-        where several did, where one had to catch up, or where one was stopped by its confidence.
+        where several did, where one had much to catch up, or was stopped by its confidence.
         """
         found: dict[str, float] = {}
         for choice, tree in self.drafting():
@@ -288,9 +293,13 @@ class AutoProposer(AdaptiveProposer):
                 found[choice.arm] = max(found.get(choice.arm, 0.0), seconds)
             else:
                 found[choice.arm] = found.get(choice.arm, 0.0) + seconds / batch
-            if self._late or (choice.arm in self.confident and tree.depth < choice.depth):
+            if self._late > SOON or (choice.arm in self.confident and tree.depth < choice.depth):
                 return {}
-        return found if len(found) == 1 and min(found.values()) > 0.0 else {}
+        if len(found) != 1 or min(found.values()) <= 0.0:
+            return {}
+        return {
+            name: seconds + self.costs.absorb(name, self._late) for name, seconds in found.items()
+        }
 
     @property
     def predicted(self) -> Predicted:

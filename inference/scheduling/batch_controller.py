@@ -46,6 +46,7 @@ class _Decision:
         width: rows per sequence that were planned.
         beyond: seconds of catching up that are not in the plan's.
         plain: seconds of a round without drafts.
+        look: whether it was done without drafts to find out what that costs.
     """
 
     round: BatchRound
@@ -55,6 +56,7 @@ class _Decision:
     width: int
     beyond: float
     plain: float
+    look: bool
 
 
 @dataclass
@@ -82,7 +84,7 @@ class BatchController:
         add_estimates(self.estimates, self.arms, self.priors, self.settings.half_life)
         self.passed = 0.0
         """Seconds of all rounds, by the cost table."""
-        self._trials = Account(self.settings.trials)
+        self._trials, self._looks = Account(self.settings.trials), Account(self.settings.trials)
         self._losses = Account(self.settings.losses)
         self._seen = Seen()
         self._own: dict[int, dict[str, SurvivalEstimator]] = {}
@@ -139,8 +141,12 @@ class BatchController:
             best = plain
         plan = best
         least = WORTH_LOOKING * plain.seconds
-        if self._trials.affords(least, self._first_trials(this, best), self.passed):
-            plan = self._plain_or_trial(best, plain, this, options)
+        narrow = all(choice.size == 1 for choice in (decided or {}).values())
+        look = narrow and self._plain_is_tried(best, plain, this)
+        if look:
+            plan = plain
+        elif self._trials.affords(least, self._first_trials(this, best), self.passed):
+            plan = self._trial(best, plain, this, options)
         chosen = {
             row: own[place]
             for row, own, place in zip(rows, options, plan.chosen, strict=False)  # not the decided
@@ -157,6 +163,7 @@ class BatchController:
             max(own[place][0].size for own, place in zip(options, plan.chosen, strict=True)),
             this.beyond(plan, options),
             plain.seconds,
+            look,
         )
         return {
             row: choice._replace(tokens=offer.tokens, seconds=plan.seconds)
@@ -190,13 +197,12 @@ class BatchController:
         """Seconds that trials may cost on top of their share."""
         return self.settings.first_trials * this.batch / best.rate
 
-    def _plain_or_trial(self, best: Plan, plain: Plan, this: BatchRound, options: Options) -> Plan:
-        """A round without drafts, where it is not known what they cost; else a trial of drafts."""
-        if best.chosen != plain.chosen and not self.costs.knows_plain():
-            loss = plain.seconds - plain.tokens / best.rate
-            if self._trials.affords(loss, self._first_trials(this, best), self.passed):
-                return plain
-        return self._trial(best, plain, this, options)
+    def _plain_is_tried(self, best: Plan, plain: Plan, this: BatchRound) -> bool:
+        """Whether a round without drafts is done to find out what it costs."""
+        if best.chosen == plain.chosen or self.costs.knows_plain():
+            return False
+        loss = plain.seconds - plain.tokens / best.rate
+        return self._looks.affords(loss, self._first_trials(this, best), self.passed)
 
     def _trial(self, best: Plan, plain: Plan, this: BatchRound, options: Options) -> Plan:
         """What has most to be hoped for what it is expected to cost, if it can be paid; else the
@@ -245,7 +251,8 @@ class BatchController:
         self.passed += seconds
         self._losses.book(seconds - emitted * last.plain, -self.settings.credit * last.plain)
         if last.plan.chosen != last.best.chosen:
-            self._trials.book(seconds - emitted * last.round.batch / last.best.rate, 0.0)
+            account = self._looks if last.look else self._trials
+            account.book(seconds - emitted * last.round.batch / last.best.rate, 0.0)
 
     def _learn(self, row: int, choice: Choice, outcome: Outcome) -> None:
         if choice.arm is None:

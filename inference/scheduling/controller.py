@@ -42,7 +42,7 @@ class ControllerSettings:
     """How a controller learns.
 
     Attributes:
-        trials: share of all seconds that trials may cost.
+        trials: share of all seconds that trials may cost, and as much plain steps that are tried.
         losses: share of all seconds that decoding may be slower than plain.
         allowance: plain steps that may be lost on top of the share.
         first_trials: tokens, at the best rate, that trials may cost on top of their share.
@@ -106,8 +106,8 @@ class Controller:
         """Nothing is known yet, but what is shared."""
         add_estimates(self.estimates, self.arms, self.priors, self.settings.half_life)
         self.passed = 0.0
-        """Seconds of all rounds, by the cost table."""
-        self._trials = Account(self.settings.trials)
+        """Seconds of all rounds, by the costs."""
+        self._trials, self._looks = Account(self.settings.trials), Account(self.settings.trials)
         self._losses = Account(self.settings.losses)
         self._ratios: dict[tuple, tuple[Ratio, Ratio]] = {}
         self._beyond: dict[str, float] = {}
@@ -159,12 +159,11 @@ class Controller:
         if not self._safe(best, plain):
             best = plain
         choice = best
-        if self._may_try(best, plain):
-            known = {one.same: one for menu in menus for one in menu.raw} | {plain.same: plain}
-            if self._plain_is_tried(best, plain):
-                choice = plain
-            else:
-                choice = self._trial(best, plain, self._menus.hopes(where), known)
+        if self._plain_is_tried(best, plain):
+            choice = plain
+        elif self._may_try(best, plain):
+            known = {one.same: one for each in menus for one in each.raw} | {plain.same: plain}
+            choice = self._trial(best, plain, self._menus.hopes(where), known)
         self._held = best
         raw = plain if choice.arm is None else self._menus.raw(choice)
         self._last = _Decision(choice, raw, plain, best, context, batch)
@@ -199,7 +198,8 @@ class Controller:
         self.passed += seconds
         self._losses.book(seconds - emitted * plain, -self.settings.credit * plain)
         if choice.same != last.best.same:
-            self._trials.book(seconds - emitted / last.best.rate, 0.0)
+            account = self._looks if choice.arm is None else self._trials
+            account.book(seconds - emitted / last.best.rate, 0.0)
 
     def note(self, arm: str, outcome: Outcome) -> None:
         """What would have become of the drafts of an arm that was not chosen: copied text can be
@@ -246,9 +246,7 @@ class Controller:
         if best.arm is None or self.costs.knows_plain():
             return False
         allowance = self.settings.first_trials / best.rate
-        return self._trials.affords(
-            plain.seconds - plain.tokens / best.rate, allowance, self.passed
-        )
+        return self._looks.affords(plain.seconds - plain.tokens / best.rate, allowance, self.passed)
 
     def _trial(
         self, best: Choice, plain: Choice, hoped: Sequence[Choice], raw: Mapping[tuple, Choice]

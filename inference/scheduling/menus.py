@@ -6,6 +6,7 @@ objects in the processor's caches behind a forward, so what is not looked at ane
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from inference.scheduling.survival import SurvivalEstimator
 
 REFRESHED = 8
 """Rounds after which what an idle arm can do is predicted anew."""
+PACE_STEPS = 20
+"""Where plain steps take a twentieth more or less, all is predicted anew."""
 LATE_STEP = 0.002
 """Catching up is priced in multiples of so many plain steps a round."""
 
@@ -90,7 +93,8 @@ class Menus:
         for arm, depth, size in self._available(where):
             estimate, late = self.estimates[arm.name], self._late(arm, where)
             turn = rounds // REFRESHED
-            made_for = (turn, estimate.seen, where.context, where.batch, depth, size, late)
+            pace = round(PACE_STEPS * math.log(where.plain))
+            made_for = (turn, pace, estimate.seen, where.context, where.batch, depth, size, late)
             kept = self._kept.get(arm.name)
             if kept is None or kept.made_for != made_for:
                 raw = self._raw(arm, estimate.table(), where, depth, size)

@@ -33,8 +33,8 @@ KNOWN = 4.0
 """Rounds that what is expected counts for beside those that were measured."""
 TABLE = 0.25
 """The same for plain steps, which everything is compared with: a few of them settle it."""
-PLAIN = 3.0
-"""Plain steps that should have been watched, older ones counting less."""
+PLAIN = 2.9
+"""Plain steps that should have been watched, older ones counting less: three at first."""
 FADING = 0.998
 """Of the weight of a measured round, with each that follows: about five hundred are remembered."""
 MOST = 4.0
@@ -187,16 +187,19 @@ class PacedCosts:
         self._paused.discard(took.width)
         host = self._plain if took.width == 1 else self._copied
         host = self._drafted if took.networks else host
-        for mean in (*self._all(), host):
+        for mean in self._all():
             mean.fade()
-        self._widths.setdefault(took.width, Mean()).add(took.forward / forward)
+        factor = min(took.forward / forward, MOST * self._factor(took.width))
+        self._widths.setdefault(took.width, Mean()).add(factor)
         if took.width > 1:
-            self._wide.add(took.forward / forward)
+            self._wide.add(factor)
         for name, (seconds, usual) in took.drafts.items():
-            self._drafts.setdefault(name, Mean()).add(seconds / usual)
-        host.add((took.host - self.table.rest(took.batch)) / took.batch)
+            self._drafts.setdefault(name, Mean()).add(min(seconds / usual, MOST))
+        spent = min(took.host, MOST * expected)
+        host.add((spent - self.table.rest(took.batch)) / took.batch)
         self._factors.clear()
 
     def _all(self) -> list[Mean]:
-        """What forwards and drafts are known by."""
-        return [self._wide, *self._widths.values(), *self._drafts.values()]
+        """What is forgotten in time."""
+        host = [self._plain, self._copied, self._drafted]
+        return [*host, self._wide, *self._widths.values(), *self._drafts.values()]

@@ -57,9 +57,9 @@ class Watch:
         """The round before is over; the next has not begun."""
         now, before, this = dict(self._timer.seconds), self._before, self._round
         self._before, self._round = now, None
-        if this is None:
-            return
         took = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
+        if this is None or "target" not in took:  # nobody has verified what was drafted
+            return
         networks = took.get("draft", 0.0)
         self.costs.observe(
             RoundSeconds(

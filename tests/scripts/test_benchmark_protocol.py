@@ -258,8 +258,12 @@ def test_a_worker_ends_when_its_parent_is_gone() -> None:
 CREW = HONEST.replace(
     "serve(Echo, lambda: 3)",
     """
-class Several:
+from benchmark_protocol import Crew
+
+class Several(Crew):
     def __init__(self, settings):
+        if settings.get("lost"):
+            raise OSError("no target there")
         self.members = {}
 
     def join(self, who, contender):
@@ -300,3 +304,10 @@ def test_who_shares_a_process_shares_its_death(make) -> None:
         seats[0].decode([[666]], 2, 30)
     with pytest.raises(WorkerError, match="has ended"):
         seats[1].decode([[7]], 2, 30)
+
+
+def test_a_target_that_cannot_be_loaded_is_every_seats_error(make) -> None:
+    worker, taken = make(CREW, lost=True), set()
+    for seat in [Seat(name, worker, {}, taken) for name in "ab"]:
+        with pytest.raises(WorkerError, match="no target there"):
+            seat.start(30)

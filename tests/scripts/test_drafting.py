@@ -12,12 +12,12 @@ import inference.scheduling.auto as auto_module
 import scripts.auto_decided as auto_decided_module
 from drafters import TargetModel, build_drafter
 from inference.proposers import HeadProposer, MedusaProposer, Proposer, SequentialProposer
-from inference.proposers.adaptive import AdaptiveProposer
 from inference.proposers.compose import ComposedProposer
 from inference.proposers.draft_model import DraftModelProposer
 from inference.proposers.layer_skip import LayerSkipProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
+from inference.scheduling.auto import AutoProposer
 from inference.scheduling.costs import CostTable
 from inference.shapes.static_tree import StaticTree
 from scripts.common import add_options, load_target, parser_for
@@ -335,7 +335,10 @@ def test_auto_measures_and_keeps_what_rounds_cost(
     path = tmp_path / "costs.json"
     args = model_args(models, "--size", "auto", "--costs", str(path), "--depth", "2")
     proposer = load_proposer(args, load_target(args), batch_size=2)
-    assert isinstance(proposer, AdaptiveProposer)
+    assert isinstance(proposer, AutoProposer) and proposer._watch is not None
+    args = model_args(models, "--size", "auto", "--costs", str(path), "--depth", "2", "--no-clock")
+    unwatched = load_proposer(args, load_target(args), batch_size=2)
+    assert isinstance(unwatched, AutoProposer) and unwatched._watch is None and args.no_clock
     assert set(proposer.arms) == {"head", "ngram1", "ngram2", "ngram3", "ngram6"}
     assert proposer.arms["head"].depth == 2
     assert {b for _, _, b in CostTable.load(path).verify_points} == {1, 2}
@@ -357,9 +360,10 @@ def test_auto_refuses_what_has_no_effect(models: list[str], more: list[str], mes
 
 
 def test_costs_without_auto_have_no_effect(models: list[str], tmp_path: Path) -> None:
-    args = model_args(models, "--costs", str(tmp_path / "costs.json"))
-    with pytest.raises(ValueError, match="--size auto only"):
-        load_proposer(args, load_target(args))
+    for more in (["--costs", str(tmp_path / "costs.json")], ["--no-clock"]):
+        args = model_args(models, *more)
+        with pytest.raises(ValueError, match=f"{more[0]} has an effect with --size auto only"):
+            load_proposer(args, load_target(args))
 
 
 def test_a_size_is_a_number_or_auto(models: list[str]) -> None:

@@ -27,6 +27,7 @@ from inference.scheduling.auto import (
     measured_costs,
 )
 from inference.scheduling.costs import FILE, CostTable
+from inference.scheduling.pace import RoundSeconds
 from inference.scheduling.priors import Law, Memory
 from inference.scheduling.round_parts import Calibration
 from inference.scheduling.schedule import Arm, plain_step
@@ -284,3 +285,61 @@ def test_a_fresh_one_knows_what_it_knew_at_the_start() -> None:
     again = proposer.fresh()
     assert not again.estimates and not again.made and again.predicted == Predicted()
     assert again.priors == priors and again.proposers == arms
+
+
+class Watched(AutoProposer):
+    """Notes what is chosen; its clock says what it is told to."""
+
+    def __init__(self, pace: Callable[[int], float], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.chosen: list[tuple[int, int, tuple]] = []
+        told = self.paced.observe
+
+        def wrong(took: RoundSeconds) -> None:
+            usual = self.costs.verify(took.width, took.context, took.batch)
+            told(replace(took, forward=usual * pace(took.width), host=0.1))
+
+        self.paced.observe = wrong  # type: ignore[method-assign]
+
+    def propose(self, states: Any) -> Any:
+        trees = super().propose(states)
+        self.chosen += [(row, one.length, one.choice.same) for row, one in self._done.items()]
+        return trees
+
+
+@pytest.mark.parametrize("temperatures", [[1.0], [1.0, 0.0]])
+def test_no_clock_reaches_a_text_that_would_depend_on_it(temperatures: list[float]) -> None:
+    """Under `rejection` at a temperature; the greedy sequence beside it is decided about by it."""
+    target = tiny_target()
+    points = {n: 1.0 + n / 200 for n in (1, 2, 4, 8)}
+    costs = replace(cost_table(points, step=0.01, rest=0.1), absorb_points={("head", 64): 0.1})
+    runs = []
+    for slow in (1.0, 3.0):  # forwards of several rows
+        proposer = Watched(
+            lambda rows, slow=slow: slow if rows > 1 else 1.0, arms_of(target), costs
+        )
+        found = speculative_generate(
+            target,
+            proposer,
+            [PROMPTS[0]] * len(temperatures),
+            max_new_tokens=30,
+            engine=EagerEngine(target),
+            rule="rejection",
+            sampling=[SamplingParams(one, seed=7) for one in temperatures],
+        )
+        runs.append((found.sequences, proposer.chosen))
+    assert runs[0][0] == runs[1][0]
+    for row, temperature in enumerate(temperatures):
+        first, second = ([one for one in chosen if one[0] == row] for _, chosen in runs)
+        assert (first == second) == (temperature > 0)
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_without_a_clock_nothing_has_to_be_watched(clock: bool) -> None:
+    target = tiny_target()
+    arms = arms_of(target)
+    proposer = AutoProposer(arms, cost_table({1: 1.0, 8: 1.1}), clock=clock)
+    deciding, described = proposer.deciding, list(proposer.arms.values())
+    assert deciding._new_chooser(described, {}).costs.knows_plain() is not clock  # type: ignore
+    assert deciding._new_alone(described, {}).costs.knows_plain()  # type: ignore
+    assert (proposer.fresh()._watch is not None) == clock

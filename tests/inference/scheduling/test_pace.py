@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from inference.scheduling.batch_controller import BatchController, Situation
 from inference.scheduling.controller import Controller, ControllerSettings
 from inference.scheduling.pace import FADING, KNOWN, Mean, PacedCosts, RoundSeconds
 from inference.scheduling.schedule import Arm
@@ -90,7 +91,7 @@ def test_a_round_that_was_paused_tells_nothing_unless_all_are() -> None:
 def test_what_became_too_dear_is_forgotten_in_time() -> None:
     paced = PacedCosts(TABLE)
     for _ in range(30):
-        paced.observe(seconds(4, 3.0))
+        paced.observe(seconds(4, 3.0, host=0.5))
     assert paced.verify(4, 100) > 2.5 * TABLE.verify(4, 100)
     for _ in range(6000):
         paced.observe(seconds(1, 1.0))
@@ -200,3 +201,20 @@ def test_what_trials_of_plain_steps_cost_is_bounded() -> None:
         if number == 100:
             assert 0 < plain <= 6
     assert plain <= 6 + 0.01 * 2 * 1900
+
+
+def test_a_batch_tries_plain_rounds_too() -> None:
+    paced = PacedCosts(TABLE)
+    arm, prior = Arm("copy", 3, copies=True), {"copy": Prior.measured([[0.9]] * 3)}
+    plain: dict[bool, int] = {}
+    for watched in (True, False):
+        deciding = BatchController([arm], paced if watched else TABLE, prior)
+        plain[watched] = 0
+        for _ in range(60):
+            choices = deciding.choose({row: Situation(100, 20) for row in range(2)})
+            width = max(choice.size for choice in choices.values())
+            plain[watched] += width == 1
+            paced.observe(seconds(width, 1.0, batch=2))
+            outcome = Outcome([0] * (width - 1), [1] * (width - 1), width, width)
+            deciding.observe(dict.fromkeys(choices, outcome), width)
+    assert plain[False] == 0 and 1 <= plain[True] <= 6
