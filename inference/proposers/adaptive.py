@@ -179,9 +179,9 @@ class AdaptiveProposer(Proposer):
             choice = choices[row]
             self._done[row] = _Done(len(live[row].tokens), choice, tree, of_row(copies, row))
             self.made[choice.same] += 1
-            self.drafted += choice.arm is not None and choice.arm not in self._copying
             self.expected_tokens += choice.tokens
             self.expected_seconds += choice.seconds
+        self.drafted += len(self.drafting())
         self._width = max(tree.num_nodes for tree in trees.values())
         return [trees.get(row) for row in range(len(states))]
 

@@ -236,16 +236,19 @@ class Controller:
             self.passed,
         )
 
+    def _first_trials(self, best: Choice) -> float:
+        """Seconds that trials may cost on top of their share."""
+        return self.settings.first_trials / best.rate
+
     def _may_try(self, best: Choice, plain: Choice) -> bool:
         """Whether there is anything to spend on trials, before it is looked for one."""
-        allowance = self.settings.first_trials / best.rate
-        return self._trials.affords(0.0, allowance, self.passed)
+        return self._trials.affords(0.0, self._first_trials(best), self.passed)
 
     def _plain_is_tried(self, best: Choice, plain: Choice) -> bool:
         """Whether a plain step is done to find out what it costs."""
         if best.arm is None or self.costs.knows_plain():
             return False
-        allowance = self.settings.first_trials / best.rate
+        allowance = self._first_trials(best)
         return self._looks.affords(plain.seconds - plain.tokens / best.rate, allowance, self.passed)
 
     def _trial(
@@ -260,7 +263,7 @@ class Controller:
             hoped: what all choices might be.
             raw: what they are expected to be, by what is done.
         """
-        allowance = self.settings.first_trials / best.rate
+        allowance = self._first_trials(best)
         found, most = best, 0.0
         for hope in hoped:
             expected = self._corrected(raw[hope.same])

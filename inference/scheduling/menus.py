@@ -97,7 +97,7 @@ class Menus:
             made_for = (turn, pace, estimate.seen, where.context, where.batch, depth, size, late)
             kept = self._kept.get(arm.name)
             if kept is None or kept.made_for != made_for:
-                raw = self._raw(arm, estimate.table(), where, depth, size)
+                raw = self._raw(arm, estimate.table(), where, depth, size, late)
                 if not raw:
                     continue
                 best = best_choice([self._corrected(choice) for choice in raw])
@@ -111,11 +111,11 @@ class Menus:
         Args:
             where: the round.
         """
-        return [
-            choice
-            for arm, depth, size in self._available(where)
-            for choice in self._raw(arm, self.estimates[arm.name].optimistic(), where, depth, size)
-        ]
+        found = []
+        for arm, depth, size in self._available(where):
+            table = self.estimates[arm.name].optimistic()
+            found += self._raw(arm, table, where, depth, size, self._late(arm, where))
+        return found
 
     def raw(self, wanted: Choice) -> Choice:
         """A choice of the last round, uncorrected.
@@ -154,9 +154,14 @@ class Menus:
         return where.late.get(arm.name, 0.0) // step * step
 
     def _raw(
-        self, arm: Arm, table: list[list[float]], where: Where, depth: int, size: int
+        self,
+        arm: Arm,
+        table: list[list[float]],
+        where: Where,
+        depth: int,
+        size: int,
+        late: float,
     ) -> list[Choice]:
-        late = self._late(arm, where)
         found = self._offers(arm, table, self.costs, where.context, where.batch, depth, size)
         if not late:
             return found

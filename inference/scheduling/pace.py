@@ -107,6 +107,7 @@ class PacedCosts:
         self._drafts: dict[str, Mean] = {}
         self._plain, self._copied, self._drafted = Mean(), Mean(), Mean()  # more than in the table
         self._factors: dict[int, float] = {}
+        self._host = (0.0, 0.0, 0.0)
         self._paused: set[int] = set()
 
     # What a round costs ---------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class PacedCosts:
     def verify(self, width: int, context: float, batch: float = 1) -> float:
         """Seconds of the target's forward, and of what the host has more to do behind copies."""
         seconds = self.table.verify(width, context, batch) * self._factor(width)
-        return seconds if width == 1 else seconds + batch * self._host()[1]
+        return seconds if width == 1 else seconds + batch * self._host[1]
 
     def draft(self, name: str, depth: int, width: int = 1, batch: float = 1) -> float:
         """Seconds of drafting, and of what the host has more to do than behind copies."""
@@ -123,7 +124,7 @@ class PacedCosts:
             return seconds
         if name in self._drafts:
             seconds *= self._drafts[name].value(1.0)
-        return seconds + batch * self._host()[2]
+        return seconds + batch * self._host[2]
 
     def absorb(self, name: str, positions: int) -> float:
         """Seconds of taking in committed positions; nobody has measured others."""
@@ -131,7 +132,7 @@ class PacedCosts:
 
     def rest(self, batch: float = 1) -> float:
         """Seconds of the host in a round without drafts."""
-        return max(self.table.rest(batch) + batch * self._host()[0], 0.0)
+        return max(self.table.rest(batch) + batch * self._host[0], 0.0)
 
     def widest(self, batch: float = 1) -> int:
         """The most rows that are known."""
@@ -165,7 +166,7 @@ class PacedCosts:
             self._factors[width] = found
         return self._factors[width]
 
-    def _host(self) -> tuple[float, float, float]:
+    def _host_parts(self) -> tuple[float, float, float]:
         """Seconds per sequence: of the host more than in the table, of copies more than that, and
         of networks more than that.
         """
@@ -198,6 +199,7 @@ class PacedCosts:
         spent = min(took.host, MOST * expected)
         host.add((spent - self.table.rest(took.batch)) / took.batch)
         self._factors.clear()
+        self._host = self._host_parts()
 
     def _all(self) -> list[Mean]:
         """What is forgotten in time."""
